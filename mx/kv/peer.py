@@ -275,8 +275,8 @@ class KvPeer:
                 stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Kv"], remote)
                 call = stub.Open()
                 async with asyncio.timeout(options.connect_timeout_s + 2.0):
-                    seal, granted = await self._greet(call)
-                await self._follow(call, seal, granted)
+                    seal, granted, until_s = await self._greet(call)
+                await self._follow(call, seal, granted, until_s)
         except TimeoutError as error:
             text = f"the KV pool at {self.endpoint} does not answer"
             raise PeerTimeoutError(text, peer=self.endpoint) from error
@@ -285,8 +285,9 @@ class KvPeer:
                 cut(call)
             await channel.close(None)
 
-    async def _greet(self, call: Any) -> tuple[proof.Seal, pb.KvGranted]:
-        """Show who this is, check who it is, and return what is granted."""
+    async def _greet(self, call: Any) -> tuple[proof.Seal, pb.KvGranted, float]:
+        """Show who this is, check who it is, and return what is granted, and until when who it is
+        counts."""
         reading, own = self._reading, proof.nonce()
         place = await in_thread(target_place, reading.options)
         hello = pb.KvHello(
@@ -298,11 +299,11 @@ class KvPeer:
         await call.write(pb.KvRequest(hello=hello))
         challenge = (await self._next(call, None, "challenge")).challenge
         nonces = own, challenge.nonce
-        proof.check(challenge.proof, reading.key, reading.name, proof.POOL, nonces)
+        until_s = proof.check(challenge.proof, reading.key, reading.name, proof.POOL, nonces)
         shown = proof.prove(reading.key, reading.name, proof.READER, nonces)
         await call.write(pb.KvRequest(proof=shown))
         seal = proof.Seal(reading.key, reading.name, nonces)
-        return seal, (await self._next(call, seal, "granted")).granted
+        return seal, (await self._next(call, seal, "granted")).granted, until_s
 
     async def _next(self, call: Any, seal: proof.Seal | None, wanted: str = "") -> Any:
         found = await anext(call, None)
@@ -316,7 +317,9 @@ class KvPeer:
             )
         return found
 
-    async def _follow(self, call: Any, seal: proof.Seal, granted: pb.KvGranted) -> None:
+    async def _follow(
+        self, call: Any, seal: proof.Seal, granted: pb.KvGranted, until_s: float
+    ) -> None:
         """Open a session, mirror the index, and renew the lease, until one of them ends."""
         live = await self._opened(granted)
         lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
@@ -332,6 +335,8 @@ class KvPeer:
                     found = await self._next(call, seal)
                 if renewing.done():
                     renewing.result()
+                if time.time() >= until_s:
+                    raise NotAllowedError(f"the lender key of {self.endpoint} has expired")
                 if found.WhichOneof("event") == "changes":
                     with self._lock:
                         live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)

@@ -50,8 +50,8 @@ _MESSAGE_BYTES = 256 << 10
 class _KvStream:
     """One reader's stream; on the loop. `told` is set when there is something to tell it."""
 
-    def __init__(self, principal: str, seal: proof.Seal) -> None:
-        self._seal = seal
+    def __init__(self, principal: str, seal: proof.Seal, until_s: float) -> None:
+        self._seal, self.until_s = seal, until_s  # until when its lender key counts
         self.grant_id = secrets.token_hex(16)
         self.principal = principal
         self.told = asyncio.Event()
@@ -323,9 +323,9 @@ class KvPool(Closable):
         shown = await first_message(requests)
         if shown is None or shown.WhichOneof("request") != "proof":
             raise PeerProtocolError("the second message of a KV stream must be a proof")
-        proof.check(shown.proof, self._key, self.name, proof.READER, nonces)
+        until_s = proof.check(shown.proof, self._key, self.name, proof.READER, nonces, principal)
         seal = proof.Seal(self._key, self.name, nonces)
-        stream = _KvStream(principal or address_of_peer(context.peer()), seal)
+        stream = _KvStream(principal or address_of_peer(context.peer()), seal, until_s)
         self._admit(stream)
         try:
             await self._serve(hello, requests, context, stream, bool(principal))
@@ -462,14 +462,19 @@ class KvPool(Closable):
             with self._lock:
                 waiting = set(self._index.waits_for())
             for stream in list(self._streams):
-                if stream not in waiting:
+                why = ""
+                if time.time() >= stream.until_s:
+                    why = f"the lender key of {self.name} has expired"
+                elif stream not in waiting:
                     stream.waited_for_s = None
                 elif stream.waited_for_s is None:
                     stream.waited_for_s = now_s
                 elif now_s - stream.waited_for_s > PATIENCE_S:
-                    event(log, "kv.cut", model=self.name, principal=stream.principal)
+                    why = f"slots of the KV pool wait for this reader for {PATIENCE_S:g} s"
+                if why:
+                    event(log, "kv.cut", model=self.name, principal=stream.principal, text=why)
                     self._end(stream)  # now: a call that is cancelled may take its time
-                    stream.cut(f"slots of the KV pool wait for this reader for {PATIENCE_S:g} s")
+                    stream.cut(why)
 
 
 def _to_wire(rows: Rows) -> pb.KvRows:

@@ -8,6 +8,7 @@ believable; and they are what users have asked, so no other may read them.
 from __future__ import annotations
 
 import hmac
+import math
 import os
 
 from blake3 import blake3
@@ -60,30 +61,46 @@ def prove(key: NameKey, name: str, end: bytes, nonces: tuple[bytes, bytes]) -> p
 
 
 def check(
-    proof: pb.KvProof, key: NameKey, name: str, end: bytes, nonces: tuple[bytes, bytes]
-) -> None:
-    """Check what the other end shows; the arguments are as for `prove`.
+    proof: pb.KvProof,
+    key: NameKey,
+    name: str,
+    end: bytes,
+    nonces: tuple[bytes, bytes],
+    principal: str | None = None,
+) -> float:
+    """Check what the other end shows; the arguments are as for `prove`, and whom the other end's
+    TLS certificate names, None where that is not known.
+
+    Returns:
+        Until when it counts, in seconds since 1970.
 
     Raises:
         NotAllowedError: It does not hold the key of the name that this end's key owns, or a lender
             key of that for KV.
     """
-    public = commitment = key.commitment(name)
+    public, until_s = key.commitment(name), math.inf
     if len(nonces[0]) != NONCE_BYTES or len(proof.certificate) > MAX_CERTIFICATE_BYTES:
         raise NotAllowedError("it does not prove as a holder of a name key does")
     if proof.certificate:
-        certificate = lenderkey.read(name, commitment, proof.certificate)
+        certificate = lenderkey.read(name, public, proof.certificate)
         if "kv" not in certificate.kinds:
             raise NotAllowedError(
                 f"the lender key is not for the KV blocks of {name}",
                 hint="have the owner of the name make one with `mx keygen`, as a lender key for kv",
             )
-        public = certificate.public
+        if principal is not None and certificate.principal not in ("", principal):
+            whom = principal or "one that connects without TLS"
+            raise NotAllowedError(
+                f"the lender key of {name} is for {certificate.principal}, not for {whom}",
+                hint="connect with that certificate (`tls_cert`), or make another lender key",
+            )
+        public, until_s = certificate.public, float(certificate.expires_s)
     if not is_signed(public, proof.signature, _text(name, end, nonces)):
         raise NotAllowedError(
             f"the KV blocks of {name} are for holders of its name key alone",
             hint="give both the same key (`name_key`), or one a lender key of the other's",
         )
+    return until_s
 
 
 class Seal:

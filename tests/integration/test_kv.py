@@ -237,6 +237,28 @@ def test_lender_keys_that_are_not_for_kv_or_too_old(child: KvChild, key: Path) -
         own.refused("has expired")
 
 
+@pytest.mark.parametrize("who", ["reader", "pool"])
+def test_a_lender_key_ends_within_a_stream(child: KvChild, key: Path, who: str) -> None:
+    short = lender(key, "short", "kv", expires_s=15)
+    pool, reader = (key, short) if who == "reader" else (short, key)
+    with Taking(reader, lists(child, pool)) as own:
+        assert own.finds(ALL)
+        assert own.fetch(ALL) == []
+        own.refused("has expired")
+        assert own.reader.found(own.names) == 0
+        assert child.ask("until(lambda: not own.pool.counts()['readers'])")
+
+
+def test_a_lender_key_of_another_is_refused(child: KvChild, key: Path) -> None:
+    from mx import keyfile, namekey
+
+    path = key.parent / "lender.bound.key"
+    owner, until_s = namekey.load(settings(key)), int(time.time() + 3600)
+    keyfile.make(path, LenderKey.issue(owner, [NAME], ["kv"], until_s, principal="node-7"))
+    with Taking(path, lists(child, key)) as own:
+        own.refused("is for node-7")
+
+
 # -- another block is a miss -----------------------------------------------------------------------
 
 
