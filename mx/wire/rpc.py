@@ -74,7 +74,7 @@ class ClientCall:
 
     async def read(self) -> Any:
         message = await self._call.read()
-        await self._check()
+        await self._check(ended=message is grpc.aio.EOF)  # type: ignore[attr-defined]
         return message
 
     def __aiter__(self) -> ClientCall:
@@ -86,15 +86,18 @@ class ClientCall:
         try:
             message = await anext(self._messages)
         except StopAsyncIteration:  # an answer, too
-            await self._check()
+            await self._check(ended=True)
             raise
         await self._check()
         return message
 
-    async def _check(self) -> None:
+    async def _check(self, *, ended: bool = False) -> None:
         """Check what a stream of answers begins with. Raises MxError."""
         if not self._is_checked:
-            check_versions(answered(await self._call.initial_metadata(), ()), self._who)
+            initial = await self._call.initial_metadata()
+            # Of a call that ends at once grpc.aio may see the end first, and then no beginning.
+            trailing = await self._call.trailing_metadata() if ended else ()
+            check_versions(answered(initial, trailing), self._who)
             self._is_checked = True
 
 

@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
+import grpc
 import pytest
 
 from mx.core.types import ManifestRef
+from mx.core.versions import headers
 from mx.errors import PeerProtocolError
 from mx.units import KIB, MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.pages import BATCH_BYTES, FIRST_BATCH_BYTES, fetch_pages, page_messages
+from mx.wire.rpc import Stub
 from mx.wire.server import Service, listen
 from mx.wire.v1 import common_pb2, peer_pb2
 
@@ -113,6 +116,33 @@ async def test_fewer_pages_and_another_order_are_tolerated() -> None:
         [(0, PAGES[0])],
     ]
     assert await fetched(lambda _: [], SMALL) == []
+
+
+async def test_a_stream_that_ends_at_once_is_of_this_release() -> None:
+    """Its versions are in its end, too: grpc.aio may not see its beginning."""
+
+    async def pages(request: Any, context: Any) -> AsyncIterator[bytes]:
+        context.set_trailing_metadata(headers())
+        none: list[bytes] = []
+        for message in none:
+            yield message
+
+    service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+    handlers = {"Pages": grpc.unary_stream_rpc_method_handler(pages)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channel = dial(address)
+    stub = Stub(channel, service, Remote(Role.SOURCE, address))
+    try:
+        assert [each async for each in stub.Pages(peer_pb2.PagesRequest())] == []
+        assert await stub.Pages(peer_pb2.PagesRequest()).read() is grpc.aio.EOF  # type: ignore[attr-defined]
+    finally:
+        await channel.close(None)
+        await server.stop(0)
 
 
 WRONG: dict[str, list[peer_pb2.LayerPage]] = {
