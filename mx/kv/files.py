@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -22,7 +23,7 @@ from mx.errors import ConfigError, MxError
 from mx.kv.names import ID_BYTES
 from mx.kv.pool import KvPool
 from mx.kv.proof import secret_of
-from mx.kv.segments import MOST_ROWS, SUFFIX, Segment, read_index
+from mx.kv.segments import MOST_ROWS, SUFFIX, Segment, is_shelf, read_index
 from mx.log import event
 from mx.storage.locks import flock
 from mx.storage.osfile import write_error
@@ -35,6 +36,9 @@ SEGMENT_BYTES, IDLE_S = 64 << 20, 2.0
 AGAIN_S = 15.0
 #: Of a segment that is being written. One that no process has locked for so long is removed.
 _PARTIAL, _STALE_S = ".mx-partial", 60.0
+_OWN_NAME = re.compile(rf"[0-9a-f]{{16}}({SUFFIX}|{_PARTIAL})".replace(".", r"\."))
+#: How long `close` waits for a disk that does not answer.
+CLOSE_S = 30.0
 
 
 @dataclass
@@ -104,14 +108,20 @@ class KvFiles:
 
     def keep(self, block: bytes) -> None:
         """Write a block, which the pool lists, if it is listed still when its turn comes."""
-        if self._queue.qsize() < 2 * self._pool.memory.slots:
+        if os.getpid() == self._process and self._queue.qsize() < 2 * self._pool.memory.slots:
             self._queue.put(block)
 
-    def close(self) -> None:
-        """Write what was to be kept, and end. Idempotent; does nothing in a forked child."""
+    def close(self, wait_s: float | None = CLOSE_S) -> None:
+        """Write what was to be kept, and end. Idempotent; does nothing in a forked child.
+
+        Args:
+            wait_s: How long to wait for the disk; None for as long as it takes.
+        """
         if os.getpid() == self._process and self._thread.is_alive():
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(wait_s)
+            if self._thread.is_alive():
+                log.warning("KV blocks could not be written to %s in time", self._folder)
 
     # -- on the thread ----------------------------------------------------------------------------
 
@@ -214,6 +224,9 @@ class KvFiles:
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         for path in self._root.glob("*/*"):
+            # Nothing else is ever removed: the folder may have been another one's.
+            if not is_shelf(path.parent) or not _OWN_NAME.fullmatch(path.name):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 yield stat.st_mtime, stat.st_size, path
@@ -248,7 +261,7 @@ def freeze(
     count = most_bytes // sum(each.nbytes for each in pool.memory.rows)
     for block in pool.newest()[:count]:
         files.keep(block)
-    files.close()
+    files.close(None)
     if files.error is not None:
         raise files.error
     return files.written

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,11 @@ class Segment:
     def folder(self) -> str:
         """Return the name of the folder for segments of this form, and of these heads."""
         return f"{form_name(self.form)}-{self.first_head}-{self.heads}"
+
+
+def is_shelf(folder: Path) -> bool:
+    """Return True if a folder has the name of one for segments."""
+    return re.fullmatch(r"[0-9a-f]{16}-\d+-\d+", folder.name) is not None
 
 
 def form_name(form: bytes) -> str:

@@ -226,6 +226,25 @@ def test_a_folder_stays_within_its_bound(key: Path, folder: Path) -> None:
         KvFiles(own.pool, folder, BLOCK, settings=own.settings)
 
 
+def test_nothing_else_in_the_folder_is_removed(key: Path, folder: Path) -> None:
+    kept(key, folder)
+    (path,) = segments_of(folder)
+    others = [
+        folder / "model" / f"{'a' * 16}.safetensors",
+        path.with_name("model-00001.safetensors"),
+        path.with_name(f"{'b' * 16}.bin"),
+    ]
+    for each in others:
+        each.parent.mkdir(exist_ok=True)
+        each.write_bytes(bytes(1 << 20))
+        os.utime(each, (0, 0))
+    with Listing(key, count=SLOTS, seed=2) as own:
+        writes = own.keep(folder, 4 * (BLOCK + 4096))
+        writes.close()
+    assert all(each.exists() for each in others)
+    assert path not in segments_of(folder)
+
+
 def test_a_full_disk_keeps_what_was_kept(child: KvChild, key: Path, folder: Path) -> None:
     slots = child.ask(f"(own := Listing({str(key)!r}, count=10)).slots")
     child.ask(f"own.keep({str(folder)!r}).close()")

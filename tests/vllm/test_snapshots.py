@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mx
-from mx.snapshots.container import WEIGHTS, read
+from mx.snapshots.container import SNAPSHOT, WEIGHTS, read
 from tests.vllm.checkpoints import bare
-from tests.vllm.hosts import EngineError, host, lending, same, start
+from tests.vllm.hosts import EngineError, host, lending, same, start, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
@@ -27,11 +29,18 @@ def test_an_engine_starts_from_what_another_one_held(
 ) -> None:
     options: dict[str, Any] = {"tensor_parallel_size": ranks} if ranks > 1 else {}
     out = tmp_path / "snapshot"
+    signalled = tmp_path / "signalled"
+    extra: dict[str, Any] = {"freeze_on": "SIGUSR1", "freeze_to": str(signalled)}
     with host(coordinator, place / "a.log") as a:
-        one = start(a, checkpoint, "m", **options)
+        one = start(a, checkpoint, "m", extra=extra, **options)
         report = frozen(coordinator, lending(a)["variant"], out)
         # What the ranks' own processes write is the same.
         apart = a.do("call", "mx_peer_freeze", str(tmp_path / "apart"))
+        if ranks == 1:  # else the ranks are processes of their own
+            os.kill(a.process.pid, signal.SIGUSR1)
+            wait_for((signalled / SNAPSHOT).exists)
+            assert a.do("generate") == one["generated"]
+            assert read(signalled).ranks == read(out).ranks
     assert {each["ranks"] for each in apart} == {ranks} and any(e["complete"] for e in apart)
     assert read(tmp_path / "apart").ranks == read(out).ranks
     assert report.complete and report.signed and report.ranks == ranks
