@@ -7,8 +7,21 @@ import pytest
 from tests.support.driver.suite import PARTS, run_part
 
 
-@pytest.mark.long
+#: Of transports of which tests/integration has pulls over the stand-in, too.
+_AT_LEISURE = ["test_pcie_p2p.py", "test_tcp.py", "test_ucx.py"]
+
+
 @pytest.mark.timeout(390)
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(
+            part,
+            id=part[0],
+            marks=pytest.mark.slow if part[0] in _AT_LEISURE else pytest.mark.long,
+        )
+        for part in PARTS
+    ],
+)
 def test_the_suite_passes(part: list[str]) -> None:
     run_part(13, part)

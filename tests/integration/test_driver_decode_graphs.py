@@ -139,6 +139,7 @@ def _trust(folder: Path, name: str, key: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_decode_step_travels(major: int, tmp_path: Path, run: Run, coordinator: str) -> None:
     images = [replace(each, cubin=fatbin(each.cubin)) for each in step_kernels.images()]

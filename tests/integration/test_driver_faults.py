@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
     ("rounds", "seed", "major"),
     [
         (6, 20005, MAJORS[1]),
-        (8, 1009, MAJORS[0]),  # targets' failures and sources'; some end their pulls
+        # The older major where there is time.
+        pytest.param(
+            8, 1009, MAJORS[0], marks=pytest.mark.slow
+        ),  # targets' failures and sources'; some end their pulls
     ],
 )
 def test_a_call_that_fails_is_a_typed_error_or_none(rounds: int, seed: int, major: int) -> None:

@@ -332,7 +332,7 @@ os.preadv = fails
 def test_what_one_does_not_bring_the_others_read(
     major: int, folder: tuple[Path, str], does: str, settings: dict[str, Any]
 ) -> None:
-    silent_s = 6 if does == _SILENT else 100
+    silent_s = 6 if does == _SILENT else 300
     found = Ranks(major, folder, does, 1, ranks=3, silent_s=silent_s, **settings)
     for rank in (0, 2):  # whose program has compared every byte
         said, brought = found.said[rank], found.brought(rank)

@@ -97,6 +97,7 @@ with mx.graphs.restore(
 """
 
 
+@pytest.mark.slow
 def test_only_bytes_that_change_nothing_travel_as_zeros(major: int, tmp_path: Path) -> None:
     """A kernel that reads its tail for large tokens, one that writes outside the region, one that
     loops, and one that faults: each is refused by name, and the exporting process lives."""

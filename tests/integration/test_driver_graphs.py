@@ -235,7 +235,7 @@ for wrong in (dict(nbytes=0), misplaced, dict(nbytes=1, base=-1), dict(nbytes=-1
     assert full == again and full.startswith("the region has 4.19 MB left of 4.19 MB")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_example_runs(major: int) -> None:
     example = Path(__file__).parents[2] / "examples" / "graphs.py"
     command = [sys.executable, str(example), "--stand-in", str(major)]

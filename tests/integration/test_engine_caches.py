@@ -117,6 +117,7 @@ def test_what_one_process_compiled_another_uses(
     assert list(own.rglob("*.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_example_as_its_line_in_the_readme_runs_it(tmp_path: Path) -> None:
     ran = subprocess.run(

@@ -321,7 +321,7 @@ def test_a_process_that_ends_while_a_model_arrives_ends_well(
         child.end()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_example_runs(run: Run) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "progressive.py"
     child = _Script(str(example), "--rate", "200MB/s", env=environment(OMP_NUM_THREADS="1"))

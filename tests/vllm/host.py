@@ -406,6 +406,50 @@ class Host:
                 self.call(method, *arguments)
         return len(made[0].outputs[0].token_ids)
 
+    def abort(self, prompt: list[int], steps: int, **transfer: Any) -> int:
+        """Add a request and abort it after so many steps; return how many more the engine takes
+        until nothing is left of it."""
+        from vllm import SamplingParams
+
+        engine, name = self.llm.llm_engine, f"aborted-{time.monotonic_ns()}"
+        parameters = SamplingParams(
+            max_tokens=20,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request([name])
+        more = 0
+        while engine.has_unfinished_requests():
+            engine.step()
+            more += 1
+        return more
+
+    def complete_all(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Return how prompts go on that are computed together, and how often one of them was
+        preempted."""
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        preempted = []
+        preempt = Scheduler._preempt_request
+
+        def counting(scheduler: Any, request: Any, *more: Any, **named: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(scheduler, request, *more, **named)
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        asked: Any = [{"prompt_token_ids": each} for each in prompts]
+        with mock.patch.object(Scheduler, "_preempt_request", counting):
+            made = self.llm.generate(asked, parameters, use_tqdm=False)
+        tokens_of = [list(each.outputs[0].token_ids) for each in made]
+        return {"tokens": tokens_of, "preempted": len(preempted)}
+
     def spoil(self) -> None:
         """Change a byte of each block that the KV connector lists."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -110,6 +110,42 @@ def test_one_prefills_and_another_decodes(maker: Host, taker: Host) -> None:
     assert loaded(taker) == before + 4 and "listed" not in taker.do("kv")
 
 
+def test_requests_are_aborted(maker: Host, taker: Host, made: dict[str, Any]) -> None:
+    found(taker, 6 * _BLOCK)
+    for steps in (0, 1, 2, 3):
+        assert taker.do("forget")
+        taker.do("abort", _PROMPT, steps)
+        # One that waits for blocks of a prompt that is prefilled elsewhere, and never comes.
+        taker.do("abort", [*range(200, 240), *_PROMPT], steps, do_remote_prefill=True)
+        maker.do("abort", [*range(100, 200), *_PROMPT[:90]], steps, do_remote_decode=True)
+    assert taker.do("forget")
+    took = found(taker, 6 * _BLOCK)
+    assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+    assert not taker.do("kv").get("failed")
+    counts = maker.do("kv")
+    assert counts["listed"] + counts["free"] + counts["leaving"] == counts["slots"]
+
+
+def test_requests_are_preempted(
+    coordinator: str, place: Path, checkpoint: Path, maker: Host, made: dict[str, Any]
+) -> None:
+    """The cache has room for one of them, and a part of another."""
+    prompts = [[*_PROMPT[: (6 - at) * _BLOCK], *range(at * 9, at * 9 + 20)] for at in range(4)]
+    wanted = [maker.do("complete", each, 24)["tokens"] for each in prompts]
+    with host(coordinator, place / "preempted.log") as engine:
+        cache = options("kv_consumer") | {"kv_cache_memory_bytes": 12 * 3 * 2 * 2 * 32 * 32 * 2}
+        start(engine, bare(checkpoint), "m", **cache)
+        found(engine, 6 * _BLOCK)
+        assert engine.do("forget")
+        together = engine.do("complete_all", prompts, 24)
+        assert together["preempted"]
+        assert engine.do("kv")["loaded"] > 6
+        # What is in its cache since is right.
+        assert [engine.do("complete", each, 24)["tokens"] for each in prompts] == wanted
+        assert engine.do("forget")
+        assert [engine.do("complete", each, 24)["tokens"] for each in prompts] == wanted
+
+
 def test_a_flipped_bit_is_computed_again(maker: Host, taker: Host, made: dict[str, Any]) -> None:
     assert taker.do("forget")
     found(taker, 6 * _BLOCK)
