@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.driver.suite import PARTS, run_part
 
-
 #: Of transports of which tests/integration has pulls over the stand-in, too.
 _AT_LEISURE = ["test_pcie_p2p.py", "test_tcp.py", "test_ucx.py"]
 
