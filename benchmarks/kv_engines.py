@@ -114,7 +114,8 @@ def measure(tokens: int, rounds: int, with_nixl: bool) -> list[str]:
                 times["computed"].append(took_s)
         counts = pairs["mx"][1].do("kv")
     wanted = (rounds + 1) * (tokens // _BLOCK)
-    rows = [f"{tokens} tokens, {wanted} blocks: {counts.get('loaded', 0)} came, {counts.get('failed', 0)} failed"]
+    came, failed = counts.get("loaded", 0), counts.get("failed", 0)
+    rows = [f"{tokens} tokens, {wanted} blocks: {came} came, {failed} failed"]
     for name, each in times.items():
         if each:
             said = ", ".join(f"{took:.3f}" for took in each)
