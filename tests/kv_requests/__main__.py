@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemon import daemon
-from tests.vllm.checkpoints import write_checkpoint
+from tests.vllm.checkpoints import bare, write_checkpoint
 from tests.vllm.hosts import EngineError, Host, host, lending, start
 
 REPLICAS, KILLS = 3, 4
@@ -73,29 +73,36 @@ class Replica:
 
     def __init__(self, number: int, site: Site) -> None:
         self.number, self._site = number, site
-        self.version = number % 2
+        self.version = 0
         self.host: Host
-        self.counts: Counter[str] = Counter()  # of those that were killed
+        self.counts: Counter[str] = Counter()  # of those that were killed, too
+        self._last: Counter[str] = Counter()
         self.start()
 
     def start(self) -> None:
         site = self._site
         self.host = Host(site.coordinator, site.folder / f"{self.number}.log")
-        checkpoint = site.checkpoints[self.version]
-        start(self.host, checkpoint, "m", **options(self.number, site.folder))
+        given = options(self.number, site.folder)
+        given["extra"] = {"state": "processed"}  # lent again after an update
+        try:
+            start(self.host, bare(site.checkpoints[0]), "m", **given)
+        except EngineError:  # no other one lends its weights
+            start(self.host, site.checkpoints[0], "m", **given)
         lending(self.host)
-        # It may have other weights: what a source of that name had.
         made = self.host.do("complete", list(site.prompts[0]), TOKENS)
         self.version = site.version_of(site.prompts[0], made)
 
     def count(self) -> dict[str, Any]:
         """Return what its connector has counted, and note it."""
         found: dict[str, Any] = self.host.do("kv")
-        self.last = Counter({name: found.get(name, 0) for name in ("loaded", "failed", "stored")})
+        now = Counter({name: found.get(name, 0) for name in ("loaded", "failed", "stored")})
+        self.counts += now - self._last
+        self._last = now
         return found
 
     def kill(self) -> None:
         self.host.kill()
+        self._last.clear()
         assert self.host.process.stdin is not None and self.host.process.stdout is not None
         self.host.process.stdin.close()
         self.host.process.stdout.close()
@@ -227,7 +234,7 @@ def play(requests: int, seed: int, folder: Path) -> str:
                     done["blocks of several pools"] += check_blocks(found)
             check_blocks(found)
             for each in found:
-                done.update(each.last)
+                done += each.counts
     return ", ".join(f"{count} {what}" for what, count in sorted(done.items()))
 
 
