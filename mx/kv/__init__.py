@@ -13,7 +13,7 @@ from mx.packs import Pack
 
 if TYPE_CHECKING:
     from mx.kv.fetch import KvFetch
-    from mx.kv.files import KvFiles
+    from mx.kv.files import KvFiles, freeze_blocks
     from mx.kv.layout import KvMemory
     from mx.kv.names import BlockNames, KvKey
     from mx.kv.pool import KvPool
@@ -28,6 +28,7 @@ __all__ = [
     "KvMemory",
     "KvPool",
     "KvReader",
+    "freeze_blocks",
     "secret_of",
 ]
 
@@ -41,6 +42,7 @@ _PLACES = {
     "KvMemory": "mx.kv.layout",
     "KvPool": "mx.kv.pool",
     "KvReader": "mx.kv.reader",
+    "freeze_blocks": "mx.kv.files",
     "secret_of": "mx.kv.proof",
 }
 

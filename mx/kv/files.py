@@ -42,7 +42,7 @@ CLOSE_S = 30.0
 
 
 @dataclass
-class _Partial:
+class _PartialSegment:
     """A segment that is being written."""
 
     path: Path
@@ -62,7 +62,7 @@ class KvFiles:
         self,
         pool: KvPool,
         folder: str | Path,
-        most_bytes: int,
+        budget_bytes: int,
         *,
         settings: config.Settings | None = None,
     ) -> None:
@@ -70,26 +70,26 @@ class KvFiles:
         Args:
             pool: The pool, which outlives this.
             folder: The folder, of this user alone; it is made if it is not there.
-            most_bytes: What all files in it may have. The segments that were not read for longest
+            budget_bytes: What all files in it may have. The segments that were not read for longest
                 make room.
             settings: As for `KvPool.open`.
 
         Raises:
-            ConfigError: The key is not for KV blocks, or `most_bytes` has no room for a block.
+            ConfigError: The key is not for KV blocks, or `budget_bytes` has no room for a block.
             MxError: The folder can't be made.
         """
         memory, self._pool, self._root = pool.memory, pool, Path(folder)
-        self._most_bytes = most_bytes
+        self._budget_bytes = budget_bytes
         self._secret = secret_of(namekey.load(settings or config.load()), pool.name)
         parts = tuple(each.nbytes for each in memory.rows)
         self._segment = Segment(pool.form.encode(), memory.first_head, memory.heads, parts, 1)
         row = self._segment.row_nbytes + self._segment.index_row_nbytes
-        rows = min(SEGMENT_BYTES, most_bytes // 4) // row
+        rows = min(SEGMENT_BYTES, budget_bytes // 4) // row
         self._rows = max(1, min(rows, MOST_ROWS))
         self._full = replace(self._segment, count=self._rows)
-        if self._full.nbytes() > most_bytes:
+        if self._full.nbytes() > budget_bytes:
             raise ConfigError(
-                f"{most_bytes} bytes of files have no room for a KV block of {row} bytes"
+                f"{budget_bytes} bytes of files have no room for a KV block of {row} bytes"
             )
         self._folder = self._root / self._segment.folder()
         try:
@@ -98,7 +98,7 @@ class KvFiles:
             raise write_error(error, self._folder) from error
         self.written = 0  # blocks that are in files
         self.error: MxError | None = None  # why some are not
-        self._partial: _Partial | None = None
+        self._partial: _PartialSegment | None = None
         self._kept: dict[str, frozenset[bytes]] = {}  # by segment
         self._again_s = 0.0
         self._process = os.getpid()
@@ -168,11 +168,11 @@ class KvFiles:
         if len(partial.names) == self._rows:
             self._end()
 
-    def _begin(self) -> _Partial:
+    def _begin(self) -> _PartialSegment:
         self._make_room()
         path = self._folder / (secrets.token_hex(8) + _PARTIAL)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._partial = _Partial(path, fd, [], [])
+        self._partial = _PartialSegment(path, fd, [], [])
         flock(fd, fcntl.LOCK_EX)
         try:
             os.posix_fallocate(fd, 0, self._full.nbytes())
@@ -211,7 +211,7 @@ class KvFiles:
         """Remove segments that were not read for longest, and what others have left, so that a
         further one fits; see which blocks are in files. Raises OSError: it does not."""
         found = sorted(self._files())
-        left = sum(nbytes for _, nbytes, _ in found) + self._full.nbytes() - self._most_bytes
+        left = sum(nbytes for _, nbytes, _ in found) + self._full.nbytes() - self._budget_bytes
         for changed_s, nbytes, path in found:
             stale = path.suffix == _PARTIAL and time.time() - changed_s > _STALE_S
             if (path.suffix == SUFFIX and left > 0) or (stale and _is_abandoned(path)):
@@ -240,15 +240,15 @@ class KvFiles:
         return frozenset(index[at : at + ID_BYTES] for at in names)
 
 
-def freeze(
-    pool: KvPool, folder: Path, most_bytes: int, settings: config.Settings | None = None
+def freeze_blocks(
+    pool: KvPool, folder: Path, budget_bytes: int, settings: config.Settings | None = None
 ) -> int:
     """Write a pool's blocks to a folder, those of use last first, up to so many bytes.
 
     Args:
         pool: The pool.
         folder: The folder.
-        most_bytes: The most bytes of blocks.
+        budget_bytes: The most bytes of blocks.
         settings: As for `KvPool.open`.
 
     Returns:
@@ -258,7 +258,7 @@ def freeze(
         MxError: They can't be written.
     """
     files = KvFiles(pool, folder, sys.maxsize, settings=settings)
-    count = most_bytes // sum(each.nbytes for each in pool.memory.rows)
+    count = budget_bytes // sum(each.nbytes for each in pool.memory.rows)
     for block in pool.newest()[:count]:
         files.keep(block)
     files.close(None)

@@ -334,7 +334,7 @@ def test_a_forked_child_leaves_files_alone(child: KvChild, key: Path, folder: Pa
 def test_files_of_a_snapshot_hold_the_newest(key: Path, folder: Path) -> None:
     with Listing(key) as own:
         own.pool.slot_of(own.names[3])
-        assert files.freeze(own.pool, folder, 5 * BLOCK, own.settings) == 5
+        assert files.freeze_blocks(own.pool, folder, 5 * BLOCK, own.settings) == 5
         with Taking(key, files=[folder]) as other:
             assert other.fetch_one(own.names[3]) == set()
             assert other.fetch_one(own.names[19]) == set()

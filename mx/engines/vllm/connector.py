@@ -130,9 +130,9 @@ class MxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._half.failed()  # type: ignore[no-any-return]
 
-    def freeze(self, folder: Path, most_bytes: int) -> int:
+    def freeze(self, folder: Path, budget_bytes: int) -> int:
         """Write a worker's blocks of use last to a snapshot, as `KvWorker.freeze`."""
-        return self._half.freeze(folder, most_bytes)  # type: ignore[no-any-return]
+        return self._half.freeze(folder, budget_bytes)  # type: ignore[no-any-return]
 
     def get_kv_connector_stats(self) -> KvCounts | None:
         counts = getattr(self._half, "counts", None)

@@ -24,8 +24,7 @@ from mx.engines.vllm.keys import engine_version
 from mx.engines.vllm.kv_names import form_of, memory_order, total_heads
 from mx.engines.vllm.worker import weights_of
 from mx.errors import ConfigError, MxError
-from mx.kv import KvFetch, KvFiles, KvKey, KvMemory, KvPool, KvReader
-from mx.kv.files import freeze
+from mx.kv import KvFetch, KvFiles, KvKey, KvMemory, KvPool, KvReader, freeze_blocks
 from mx.log import event
 from mx.units import parse_bytes
 
@@ -173,9 +172,9 @@ class KvWorker:
             memory = KvMemory.whole(kept, [part] * layers, first, heads)
             self._pool = KvPool.open(name, self._form, memory, settings=settings)
             if self._options.files:
-                most_bytes = parse_bytes(self._options.files_bytes)
+                budget_bytes = parse_bytes(self._options.files_bytes)
                 self._files = KvFiles(
-                    self._pool, self._options.files, most_bytes, settings=settings
+                    self._pool, self._options.files, budget_bytes, settings=settings
                 )
             self._hasher = threading.Thread(target=self._hash, name="mx-kv-digests", daemon=True)
             self._hasher.start()
@@ -280,12 +279,12 @@ class KvWorker:
         bad, self._bad = self._bad, set()
         return bad
 
-    def freeze(self, folder: Path, most_bytes: int) -> int:
+    def freeze(self, folder: Path, budget_bytes: int) -> int:
         """Write the blocks of use last to a snapshot, up to so many bytes; return how many. Raises
         MxError."""
         if self._pool is None:
             raise ConfigError("this engine gives no KV blocks", hint="give it the role kv_both")
-        return freeze(self._pool, folder / KV_FOLDER, most_bytes, self._options.settings)
+        return freeze_blocks(self._pool, folder / KV_FOLDER, budget_bytes, self._options.settings)
 
     def close(self) -> None:
         """Close what this has opened. Idempotent."""
