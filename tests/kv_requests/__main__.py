@@ -26,7 +26,10 @@ REPLICAS, KILLS = 3, 4
 BLOCK, TOKENS = 32, 6
 WRITES = "tests.vllm.extension.Writes"
 #: What one of so many actions is, besides a request.
-FORGETS, UPDATES, SPLITS = 0.06, 0.03, 0.01
+FORGETS, UPDATES, SPLITS = 0.06, 0.015, 0.01
+#: After how many requests one whose weights were changed is started again: its blocks have no names
+#: until then.
+CHANGED = 15
 
 Prompt = tuple[int, ...]
 
@@ -74,6 +77,7 @@ class Replica:
     def __init__(self, number: int, site: Site) -> None:
         self.number, self._site = number, site
         self.version = 0
+        self.changed = 0  # at which request
         self.host: Host
         self.counts: Counter[str] = Counter()  # of those that were killed, too
         self._last: Counter[str] = Counter()
@@ -83,7 +87,6 @@ class Replica:
         site = self._site
         self.host = Host(site.coordinator, site.folder / f"{self.number}.log")
         given = options(self.number, site.folder)
-        given["extra"] = {"state": "processed"}  # lent again after an update
         try:
             start(self.host, bare(site.checkpoints[0]), "m", **given)
         except EngineError:  # no other one lends its weights
@@ -208,9 +211,11 @@ def play(requests: int, seed: int, folder: Path) -> str:
                     done["forgets"] += 1
                 elif luck < FORGETS + UPDATES:
                     one.update()
+                    one.changed = number
                     done["updates"] += 1
                 elif luck < FORGETS + UPDATES + SPLITS:
                     one.update_between(prompt)
+                    one.changed = number
                     done["updates in mid-request"] += 1
                 transfer: dict[str, Any] = {}
                 if dice.random() < 0.2 and one.version == other.version:
@@ -228,6 +233,10 @@ def play(requests: int, seed: int, folder: Path) -> str:
                 site.check(one, prompt, one.host.end())
                 if number in kills:
                     other.start()
+                if one.version and number - one.changed > CHANGED:
+                    one.kill()
+                    one.start()
+                    done["started again"] += 1
                 if dice.random() < 0.3:  # else its own cache would have all of it soon
                     one.host.do("forget")
                 if number % 50 == 49:
