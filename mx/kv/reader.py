@@ -94,12 +94,12 @@ class KvReader(Closable):
             reader._reading = KvReading(
                 name, key, form.encode(), heads, memory, options, transports(), reader._tell
             )
-            reader._add(peers)
-            if files:
+            if files:  # first: nothing is left of it if this is cancelled
                 roots = [Path(each) for each in files]
                 await reader._look(roots)
                 looking = reader._look_again(roots)
                 reader._looking = asyncio.create_task(looking, name="mx-kv-files")
+            reader._add(peers)
             if coordinator is not None:
                 listing = reader._list(settings, coordinator)
                 reader._listing = asyncio.create_task(listing, name="mx-kv-sources")

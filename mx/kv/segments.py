@@ -45,6 +45,8 @@ _SECTOR_BYTES = 4096
 #: The longest header, and the most rows of a segment. (A slot is the number of a segment, and the
 #: row in that.)
 _HEADER_BYTES, MOST_ROWS = 1 << 20, 1 << 20
+#: The most bytes of one segment's names and digests; none that `KvFiles` writes has so many.
+_INDEX_BYTES = 256 << 20
 _DOMAIN = b"mx kv segment, version 1"
 #: How many segments are read at the same time.
 _THREADS = 4
@@ -147,6 +149,8 @@ def read_index(path: Path, secret: bytes) -> tuple[Segment, int, bytes]:
         if found is None or found.header() != header or found.nbytes() != os.fstat(fd).st_size:
             raise CheckpointError(f"{path} is no segment of KV blocks")
         rest = found.count * found.index_row_nbytes
+        if rest > _INDEX_BYTES:
+            raise CheckpointError(f"{path} has more KV blocks than a segment may")
         index = os.pread(fd, rest + DIGEST_BYTES, nbytes + found.count * found.row_nbytes)
     finally:
         os.close(fd)
@@ -322,6 +326,8 @@ class _ShelfReads:
             for piece in read.pieces:
                 row, within = divmod(piece.region_offset, self.row_nbytes)
                 number, row = divmod(row, MOST_ROWS)
+                if number not in self.files:
+                    raise CheckpointError("the file of a KV block has made room for others")
                 path, header_nbytes = self.files[number]
                 if number not in opened:
                     opened[number] = open_regular(path)
@@ -332,6 +338,8 @@ class _ShelfReads:
                     raise CheckpointError(f"{path} has ended early")
         except OSError as error:
             read.sink.failed(read_error(error, path))
+        except MxError as error:
+            read.sink.failed(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the read has to end
             read.sink.failed(unexpected(error))
         else:

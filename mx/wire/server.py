@@ -206,7 +206,7 @@ async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -
             f"this {_NAMES.get(service, 'process')} speaks {versions.own()}; you speak {theirs}",
             hint=versions.HINT,
         )
-    # With the only message: a frame of its own would add half to the cost of such a call.
+    # In the end: with an only message a frame of its own would add half to the cost of the call.
     context.set_trailing_metadata(headers())
     if streams_out:
         await context.send_initial_metadata(headers())

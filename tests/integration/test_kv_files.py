@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-from mx.errors import ConfigError
+from mx.errors import CheckpointError, ConfigError
 from mx.kv import KvFiles, files, segments
 from mx.kv import reader as kv_reader
 from tests.support.kv_blocks import (
@@ -345,3 +345,15 @@ def test_the_header_has_one_size() -> None:
     one = segments.Segment(FORM.encode(), 0, HEADS, (7, 9), 1)
     many = segments.Segment(FORM.encode(), 0, HEADS, (7, 9), segments.MOST_ROWS)
     assert len(one.header()) == len(many.header())
+
+
+def test_a_sparse_segment_costs_no_memory(key: Path, folder: Path) -> None:
+    kept(key, folder)
+    (path,) = segments_of(folder)
+    huge = segments.Segment(FORM.encode(), 0, HEADS, (1,) * 4096, segments.MOST_ROWS)
+    path.write_bytes(huge.header())
+    os.truncate(path, huge.nbytes())
+    with pytest.raises(CheckpointError, match="more KV blocks"):
+        segments.read_index(path, bytes(32))
+    with Taking(key, files=[folder]) as own:
+        assert own.reader.found(own.names) == 0

@@ -142,5 +142,7 @@ def test_caches_of_other_kinds_are_refused(model: Any, key: Path, folder: Path) 
         several.update(torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 32, 4), 0)
         with pytest.raises(ConfigError):
             own.save(TOKENS, several)
+    with pytest.raises(ConfigError, match="`pin`"):
+        opened(model, key, pin="main")
     with pytest.raises(ConfigError, match="`pool`"):
         opened(model, key, pool="1KiB")

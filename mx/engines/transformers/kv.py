@@ -85,6 +85,10 @@ class KvCaches:
         """
         settings = settings or config.load()
         secret, form = secret_of(namekey.load(settings), name), form_of(model)
+        try:
+            identity = bytes.fromhex(pin)
+        except ValueError:
+            raise ConfigError(f"`pin` is not the identity of weights: {pin[:80]!r}") from None
         part = 2 * form.heads * form.block_tokens * form.head_size * model.dtype.itemsize
         slots = parse_bytes(pool) // (form.layers * part)
         if slots < 1:
@@ -114,7 +118,6 @@ class KvCaches:
             own.close()
             raise
         blocks = kept.view(model.dtype).view(shape)
-        identity = bytes.fromhex(pin)
         return cls(form, secret, identity, blocks, own, reader, keeps, model.device)
 
     @property
@@ -162,7 +165,7 @@ class KvCaches:
             How many tokens the cache has.
 
         Raises:
-            ConfigError: The cache is not empty, or none of those that are understood.
+            ConfigError: The cache is not empty.
         """
         if int(cache.get_seq_length()):
             raise ConfigError("the cache is not empty")
