@@ -19,8 +19,8 @@ PROTO_OUT ?= .
 UV := .venv-lock/bin/uv
 UV_PACKAGE := uv==0.13.9
 # Test files that run at a time, also on two cores: a good part of their time the tests wait.
-JOBS ?= 4
-LONG_JOBS ?= 4
+JOBS ?= 6
+LONG_JOBS ?= 6
 # An engine takes some 3 GB, and a start of one is mostly a single thread's work.
 VLLM_JOBS ?= 2
 # The files in their order, the many short ones of tests/unit last. By default those of few tests
@@ -39,7 +39,7 @@ GPU13 := cuda-bindings==13.5.0 nvidia-cuda-runtime==13.5.37
 help:
 	@echo "make setup                       everything into .venv (others do so, too)"
 	@echo "make demo [CHECKPOINT=dir]       serve, coordinate and pull a real model"
-	@echo "make test [ARGS=...]             the tests, four files at a time (JOBS=...)"
+	@echo "make test [ARGS=...]             the tests, six files at a time (JOBS=...)"
 	@echo "make test-long                   tests of breadth: liars, hogs, chaos, bounds"
 	@echo "make test-pythons                the quick tests on the other Pythons here"
 	@echo "make test-floors                 the quick tests with the lowest versions allowed"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mx.core import manifest as manifests
-from mx.core.digest import block_digest, root_of
+from mx.core.digest import block_digest
 from mx.core.pages import Pages
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
@@ -30,6 +30,7 @@ from mx.fetching.transfer import Transfer
 from mx.transport import Read, View
 
 from . import harness
+from .roots import root_of
 
 READS = 4000
 

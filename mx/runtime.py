@@ -412,6 +412,11 @@ def stop_at_exit(server: grpc.aio.Server) -> None:
 
 @atexit.register
 def _stop_at_exit() -> None:
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: there is no one to tell
+        _stop_all()
+
+
+def _stop_all() -> None:
     """Close everything: a daemon thread must not run gRPC's code while the interpreter ends."""
     global _current
     for user in list(_open):

@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from mx.errors import ConfigError
-from mx.packs import LOAD_FAILURES, targets
+from mx.packs import targets
 from mx.text import plain
 from mx.views import DeviceView
 
@@ -132,32 +132,11 @@ def schemes() -> list[str]:
 
 def check_url(url: str) -> None:
     """Raise ConfigError if this is not the URL of a store that is there."""
-    _load_of(url)
+    load_of(url)
 
 
-def load_factory(url: str) -> Callable[[str, Opening], WeightStore]:
-    """Import and return what opens a URL.
-
-    Raises:
-        ConfigError: There is no store for it, or it can't be imported.
-    """
-    scheme, load = urlsplit(url).scheme, _load_of(url)
-    factory: Any = None
-    try:
-        factory = load()
-        why = "its entry point can't be called"
-    except LOAD_FAILURES as error:
-        why = f"{type(error).__name__}: {error}"
-    if callable(factory):
-        made: Callable[[str, Opening], WeightStore] = factory
-        return made
-    raise ConfigError(
-        f"the store for {scheme}:// can't be used: {plain(why)}",
-        hint="install what it needs, or another version of the distribution that brings it",
-    )
-
-
-def _load_of(url: str) -> Callable[[], object]:
+def load_of(url: str) -> Callable[[], object]:
+    """Return what imports the store of a URL. Raises ConfigError if none is there."""
     try:
         parts = urlsplit(url)
     except ValueError:

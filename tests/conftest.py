@@ -64,6 +64,7 @@ hypothesis.settings.load_profile("ci")
 #: not skipped by themselves: a file that lacks anything else is an error.
 _NEEDS = {
     "torch": [
+        "integration/test_trainers.py",
         "unit/test_arrays.py",
         "unit/test_converted.py",
         "unit/test_doctor_disk.py",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mx.core import manifest as manifests
-from mx.core.digest import block_digest, root_of
+from mx.core.digest import block_digest
 from mx.core.pages import Pages
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
@@ -27,6 +27,8 @@ from mx.fetching.reads import Connection
 from mx.fetching.transfer import Transfer
 from mx.transport import Grant
 from mx_transports.tcp import TcpTransport
+
+from ..roots import root_of
 
 LAYER_BYTES = 16 << 20
 MIB = 1 << 20

@@ -7,6 +7,7 @@ import errno
 import functools
 import io
 import json
+import os
 import shutil
 import signal
 import sys
@@ -34,8 +35,12 @@ _MACHINES = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 )
 
+#: So many signals that end a command let it clean up.
+_PATIENCE = 2
+
 _as_lines = False
 _quiet = False
+_signals = 0
 
 
 class CommandInterrupted(Exception):
@@ -189,7 +194,7 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     sys.excepthook = _FaultHook(as_json=as_json, debug="--debug" in given)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _terminated)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal need not know all characters
@@ -264,8 +269,22 @@ def fail(
     return exit_code
 
 
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+def count_signal(number: int) -> None:
+    """End the command at once if this is the third signal that is to end it: what it waits for,
+    such as a read from a file system that hangs, may never come."""
+    global _signals
+    _signals += 1
+    if _signals > _PATIENCE:
+        if _is_terminal():
+            os.write(2, b"\x1b[?25h\n")  # progress hides the cursor
+        os._exit(128 + number)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
     # An exception, so that the command cleans up on the way out.
+    count_signal(number)
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
     sys.exit(128 + number)
 
 

@@ -25,12 +25,15 @@ class Stop:
     def __init__(self) -> None:
         self._is_asked = False
         self._number = 0
-        # Not an Event: its lock may be held by the very code that the handler interrupts.
+        # Not an Event: its lock may be held by the very code that the handler interrupts. What is
+        # written here as a signal comes also ends a read that begins before the handler has run.
         self._reading = self._writing = -1
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        wakes = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         previous = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
         previous[signal.SIGHUP] = outcome.ignore_hangup()
         try:
@@ -38,19 +41,21 @@ class Stop:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(wakes)
             os.close(self._reading)
             os.close(self._writing)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_asked:
+            outcome.count_signal(number)
             sys.exit(128 + number)
         self._is_asked, self._number = True, number
-        os.write(self._writing, b"\0")
 
     def wait(self) -> None:
         """Wait for the first signal, tell the service manager, and say what ends the command."""
         gc.set_threshold(_COLLECTED_AT)
-        os.read(self._reading, 1)
+        while not self._is_asked:
+            os.read(self._reading, 1)
         why = "Ctrl-C" if self._number == signal.SIGINT else signal.Signals(self._number).name
         outcome.say(f"stopping: {why} was received")
         packs.tell("stopping")

@@ -21,8 +21,6 @@ from struct import Struct
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from mx.core.grid import BLOCK_BYTES
-
 DIGEST_BYTES = 32
 #: What `shortcut_digest` returns.
 SHORTCUT_BYTES = 16
@@ -61,21 +59,6 @@ def tensor_root(nbytes: int, block_digests: bytes | memoryview) -> bytes:
     """
     data = b"".join((_LENGTH.pack(nbytes), block_digests))
     return blake3(data, derive_key_context=ROOT_CONTEXT).digest()
-
-
-def root_of(data: bytes | memoryview) -> bytes:
-    """Return the root of a tensor whose bytes are all in memory.
-
-    Args:
-        data: The bytes; a view is contiguous, its items may be of any size.
-    """
-    view = memoryview(data)
-    nbytes = view.nbytes
-    flat = view.cast("B") if nbytes else view  # a view with a zero in its shape cannot be cast
-    starts = range(0, nbytes, BLOCK_BYTES)
-    return tensor_root(
-        nbytes, b"".join([block_digest(flat[at : at + BLOCK_BYTES]) for at in starts])
-    )
 
 
 def pin_of(identity: bytes, packaging: bytes) -> bytes:

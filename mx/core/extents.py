@@ -5,7 +5,7 @@ otherwise has rows: layer-space ranges and their places in its regions. That is 
 engine, which a source lends or a pull fills. Each process applies its own map, so that between two
 of them only places in layer space are named::
 
-    extents = ExtentMap.of_rows(layout, rows)
+    extents = ExtentMap.of_table(layout, table)
     places = extents.places(layer, begin, end)  # of a range in layer space
 
 Tables carry the rows to people and tools, and to transports whose readers need addresses.
@@ -14,7 +14,7 @@ Tables carry the rows to people and tools, and to transports whose readers need 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import repeat
 from operator import add, sub
@@ -47,7 +47,7 @@ class ExtentMap:
     def __init__(
         self, begins: Sequence[list[int]], spans: Sequence[list[_RegionSpan]], *, contiguous: bool
     ) -> None:
-        """Use `of_arena`, `of_rows` or `of_table`. `begins` and `spans` are by layer,
+        """Use `of_arena`, `of_places` or `of_table`. `begins` and `spans` are by layer,
         ascending."""
         self._begins = begins
         self._spans = spans
@@ -60,21 +60,6 @@ class ExtentMap:
         layers = layout.layers
         spans = [[_RegionSpan(layer.nbytes, 0, layer.arena_offset)] for layer in layers]
         return cls([[0] for _ in layers], spans, contiguous=True)
-
-    @classmethod
-    def of_rows(cls, layout: Layout, rows: Iterable[TableRow]) -> ExtentMap:
-        """Return the map of memory that another program laid out.
-
-        Args:
-            layout: The layout.
-            rows: Where its tensors are, ascending by layer and offset, without overlaps.
-        """
-        begins: list[list[int]] = [[] for _ in layout.layers]
-        spans: list[list[_RegionSpan]] = [[] for _ in layout.layers]
-        for layer, offset, nbytes, region, region_offset in rows:
-            begins[layer].append(offset)
-            spans[layer].append(_RegionSpan(offset + nbytes, region, region_offset - offset))
-        return cls(begins, spans, contiguous=False)
 
     @classmethod
     def of_places(cls, layout: Layout, places: Sequence[int]) -> ExtentMap:

@@ -45,7 +45,7 @@ _MAX_DOCUMENTS = 1024
 #: The most ranks of one bundle.
 MAX_RANKS = 4096
 
-RANK_FIELDS = ("tp", "pp", "ep")
+RANK_FIELDS = ("tp", "pp", "ep", "part")
 KNOWN_FIELDS = ("engine", "version", *RANK_FIELDS, "quantization", "dtype", "transformers")
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)

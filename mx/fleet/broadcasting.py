@@ -27,7 +27,7 @@ from mx.errors import (
     PeerVersionError,
 )
 from mx.memory.in_place import InPlace
-from mx.memory.live import LiveMemory, Memory
+from mx.memory.live import LentMemory, LiveMemory, Memory
 from mx.text import listed
 from mx.units import format_bytes, format_seconds
 
@@ -201,13 +201,16 @@ def _given(ranks: ProcessGroup, tensors: Any, ends: ExitStack) -> _BroadcastWeig
         with _in_words():
             held = lend(tensors, ModelKey("mx.broadcast"))
         ends.callback(ranks.after_all, held.release)
+    memory = held.arena
+    if isinstance(memory, LentMemory) and not isinstance(memory, LiveMemory):
+        raise ConfigError(f"{held.key} is in other processes, too", hint="pull it first")
     ref, documents = held.manifest.ref, held.manifest.documents
     pages = [held.pages.get(layer.index) for layer in held.manifest.layout.layers]
     whole = [page for page in pages if page is not None]
     if len(whole) < len(pages):
         raise ConfigError(f"{held.key} was not hashed here", hint="give its tensors")
     data = [ref.identity, ref.layout, documents[ref.identity], documents[ref.layout], *whole]
-    return _BroadcastWeights(held.manifest, whole, held.arena, b"".join(data))
+    return _BroadcastWeights(held.manifest, whole, memory, b"".join(data))
 
 
 def _facts(src: object, given: _BroadcastWeights | None) -> list[int]:

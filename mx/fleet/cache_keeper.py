@@ -34,8 +34,8 @@ from mx.fetching.options import PullOptions
 from mx.fetching.paths import plan_paths, target_place
 from mx.fetching.resolver import describe
 from mx.fleet.cache_table import CacheTable
+from mx.fleet.collapsing import Collapser
 from mx.log import event
-from mx.memory.huge import Collapser
 from mx.runtime import in_thread, uncut
 from mx.users import process_start_ticks
 from mx.wire.address import each_address, is_local, split_address

@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mx.core.allowed import AllowedHosts
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.replicas import TRANSITIONS, EventKind, FleetEvent, Replica, ReplicaState, bits
 from mx.core.types import SourceRecord, SourceRole, SourceState
+from mx.fleet.allowed import AllowedHosts
 
 #: How long replicas have to come back after the coordinator did.
 RETURN_S = 10.0

@@ -11,13 +11,13 @@ from mx import config, runtime
 from mx.api.closing import Step
 from mx.api.common import check_type, variant_text
 from mx.api.listing import CoordinatorUser
-from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, in_order_of_readiness
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.replicas import Replica
 from mx.core.topology import Place
 from mx.core.variant import ProcessingKey
 from mx.errors import CapacityError, ConfigError
+from mx.fleet.allowed import AllowedHosts
 from mx.fleet.known_replicas import Fleet
 from mx.fleet.router_estimates import estimates
 from mx.fleet.router_watch import FollowedModel, Watch

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from mx import config, discovery
 from mx.api.common import check_type, transports
-from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, Size, SourceLoad, estimate
 from mx.core.locality import with_verified_place
 from mx.core.planner import plan
@@ -18,6 +17,7 @@ from mx.core.types import Layout, ModelKey, SourceRecord
 from mx.errors import ConfigError
 from mx.fetching.paths import path_or_reason
 from mx.fetching.resolver import describe
+from mx.fleet.allowed import AllowedHosts
 from mx.plugins import transport_context
 from mx.runtime import in_thread
 from mx.transport import Path, Unavailable

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mx import runtime
 from mx.api.closing import Closable, Step
-from mx.core.allowed import AllowedHosts
 from mx.core.reference import ModelReference
 from mx.core.replicas import EventKind, FleetEvent, Replica
 from mx.errors import (
@@ -23,6 +22,7 @@ from mx.errors import (
     PeerUntrustedError,
     another,
 )
+from mx.fleet.allowed import AllowedHosts
 from mx.fleet.known_replicas import RETURN_S, Fleet
 from mx.runtime import unexpected
 from mx.tasks import end_tasks

@@ -13,9 +13,10 @@ from mx.packs import Pack
 
 if TYPE_CHECKING:
     from mx.kv.fetch import KvFetch
-    from mx.kv.files import KvFiles, freeze_blocks
+    from mx.kv.files import KvFiles
+    from mx.kv.freezing import freeze_blocks
     from mx.kv.layout import KvMemory
-    from mx.kv.names import BlockNames, KvKey
+    from mx.kv.names import BlockNames, KvKey, configuration_digest
     from mx.kv.pool import KvPool
     from mx.kv.proof import secret_of
     from mx.kv.reader import KvReader
@@ -28,6 +29,7 @@ __all__ = [
     "KvMemory",
     "KvPool",
     "KvReader",
+    "configuration_digest",
     "freeze_blocks",
     "secret_of",
 ]
@@ -42,7 +44,8 @@ _PLACES = {
     "KvMemory": "mx.kv.layout",
     "KvPool": "mx.kv.pool",
     "KvReader": "mx.kv.reader",
-    "freeze_blocks": "mx.kv.files",
+    "configuration_digest": "mx.kv.names",
+    "freeze_blocks": "mx.kv.freezing",
     "secret_of": "mx.kv.proof",
 }
 

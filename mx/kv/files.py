@@ -11,22 +11,23 @@ import os
 import queue
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from mx import config, namekey
 from mx.errors import ConfigError, MxError
-from mx.kv.names import ID_BYTES
-from mx.kv.pool import KvPool
+from mx.kv.index import KvEntry
+from mx.kv.layout import KvMemory
+from mx.kv.names import ID_BYTES, KvKey
 from mx.kv.proof import secret_of
 from mx.kv.segments import MOST_ROWS, SUFFIX, Segment, is_shelf, read_index
 from mx.log import event
 from mx.storage.locks import flock
-from mx.storage.osfile import write_error
+from mx.storage.osfile import close_file, write_error
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,25 @@ class _PartialSegment:
     digests: list[bytes]
 
 
+class KvBlocks(Protocol):
+    """Blocks that are kept in files; a `KvPool` is one."""
+
+    @property
+    def name(self) -> str:
+        """Return the model's name."""
+
+    @property
+    def form(self) -> KvKey:
+        """Return the form of the blocks."""
+
+    @property
+    def memory(self) -> KvMemory:
+        """Return where they are."""
+
+    def entry_of(self, block: bytes) -> KvEntry | None:
+        """Return where a block is and its digests; None if it is not there."""
+
+
 class KvFiles:
     """Writes blocks of a pool to a folder, on a thread of its own, whose blocks `KvReader` reads
     with `files`. Close it: then what was kept is there, and is durable.
@@ -60,7 +80,7 @@ class KvFiles:
 
     def __init__(
         self,
-        pool: KvPool,
+        pool: KvBlocks,
         folder: str | Path,
         budget_bytes: int,
         *,
@@ -68,7 +88,7 @@ class KvFiles:
     ) -> None:
         """
         Args:
-            pool: The pool, which outlives this.
+            pool: The pool, or other blocks; it outlives this.
             folder: The folder, of this user alone; it is made if it is not there.
             budget_bytes: What all files in it may have. The segments that were not read for longest
                 make room.
@@ -79,6 +99,11 @@ class KvFiles:
             MxError: The folder can't be made.
         """
         memory, self._pool, self._root = pool.memory, pool, Path(folder)
+        if memory.gpu is not None:
+            raise ConfigError(
+                "KV blocks are written to files from memory of the host",
+                hint="copy them to a pool there",
+            )
         self._budget_bytes = budget_bytes
         self._secret = secret_of(namekey.load(settings or config.load()), pool.name)
         parts = tuple(each.nbytes for each in memory.rows)
@@ -93,7 +118,8 @@ class KvFiles:
             )
         self._folder = self._root / self._segment.folder()
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for each in (self._root, self._folder):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(error, self._folder) from error
         self.written = 0  # blocks that are in files
@@ -157,7 +183,7 @@ class KvFiles:
         segment, at = self._segment, len(partial.names)
         begin = len(segment.header()) + at * segment.row_nbytes
         memory = self._pool.memory
-        for part in memory.parts(entry.slot, memory.rows):
+        for part in memory.parts(entry.slot):
             for run in part:
                 _write_whole(partial.fd, run, begin)
                 begin += len(run)
@@ -205,7 +231,7 @@ class KvFiles:
         if partial is not None:
             with contextlib.suppress(OSError):
                 partial.path.unlink()
-            os.close(partial.fd)
+            close_file(partial.fd)
 
     def _make_room(self) -> None:
         """Remove segments that were not read for longest, and what others have left, so that a
@@ -238,33 +264,6 @@ class KvFiles:
             return frozenset()
         names = range(0, found.count * ID_BYTES, ID_BYTES)
         return frozenset(index[at : at + ID_BYTES] for at in names)
-
-
-def freeze_blocks(
-    pool: KvPool, folder: Path, budget_bytes: int, settings: config.Settings | None = None
-) -> int:
-    """Write a pool's blocks to a folder, those of use last first, up to so many bytes.
-
-    Args:
-        pool: The pool.
-        folder: The folder.
-        budget_bytes: The most bytes of blocks.
-        settings: As for `KvPool.open`.
-
-    Returns:
-        How many blocks are there.
-
-    Raises:
-        MxError: They can't be written.
-    """
-    files = KvFiles(pool, folder, sys.maxsize, settings=settings)
-    count = budget_bytes // sum(each.nbytes for each in pool.memory.rows)
-    for block in pool.newest()[:count]:
-        files.keep(block)
-    files.close(None)
-    if files.error is not None:
-        raise files.error
-    return files.written
 
 
 def _is_abandoned(path: Path) -> bool:

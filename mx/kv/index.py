@@ -51,22 +51,26 @@ class _Leaving:
 @dataclass
 class KvIndex(Generic[R]):
     """The blocks of one pool, oldest use first, and its readers. `free` has the slots that are to
-    be taken from it: they may be written."""
+    be taken from it: they may be written.
+
+    A block is of no use without all that come before it in its prompt. So where they are used
+    together the later ones count as older, and are withdrawn first."""
 
     listed: dict[bytes, KvEntry] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
+    _after: dict[bytes, bytes] = field(default_factory=dict)  # what comes before each in its prompt
     _leaving: list[_Leaving] = field(default_factory=list)
     _readers: dict[R, _ReaderOfPool] = field(default_factory=dict)
     _number: int = 0
 
-    def publish(self, block: bytes, entry: KvEntry) -> bool:
-        """List a block. Return False if it is listed already, in another slot: then this slot is
-        free."""
+    def publish(self, block: bytes, entry: KvEntry, after: bytes = b"") -> bool:
+        """List a block, which comes after another one in its prompt. Return False if it is listed
+        already, in another slot: then this slot is free."""
         if block in self.listed:
             if self.listed[block].slot != entry.slot:
                 self.free.append(entry.slot)
             return False
-        self.listed[block] = entry
+        self.listed[block], self._after[block] = entry, after
         for reader in self._readers.values():
             reader.changes[block] = entry
         return True
@@ -77,6 +81,7 @@ class KvIndex(Generic[R]):
         entry = self.listed.pop(block, None)
         if entry is None:
             return None
+        del self._after[block]
         self._number += 1
         for reader in self._readers.values():
             # Also of one that it was not told of: the number has to reach it.
@@ -86,9 +91,13 @@ class KvIndex(Generic[R]):
         return entry.slot
 
     def used(self, block: bytes) -> None:
-        """Note that a block is of use: those that are not are withdrawn first."""
-        if (entry := self.listed.pop(block, None)) is not None:
-            self.listed[block] = entry
+        """Note that the prompt up to a block is of use: what is not is withdrawn first."""
+        prompt: dict[bytes, None] = {}
+        while block in self.listed and block not in prompt:
+            prompt[block] = None
+            block = self._after[block]
+        for each in prompt:
+            self.listed[each] = self.listed.pop(each)
 
     def oldest(self, count: int) -> list[bytes]:
         """Return up to `count` blocks that were not of use for longest."""

@@ -7,12 +7,13 @@ rank with all heads and one with some of them a run has the bytes of these heads
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -21,6 +22,10 @@ from mx.core.digest import DIGEST_BYTES
 from mx.errors import ConfigError, PeerProtocolError
 from mx.memory.arrays import Array, array_of
 from mx.transport import ExposedRegion
+from mx.views import DeviceView, Span
+
+if TYPE_CHECKING:
+    from mx.kv.gpu import KvGpu
 
 #: The most layers of a pool, and the most runs of one layer's part.
 MOST_LAYERS, MOST_RUNS = 4096, 4096
@@ -143,18 +148,20 @@ class KvMemory:
     """The memory of a process's KV blocks.
 
     Attributes:
-        views: The memory of each layer's tensor.
+        views: The memory of each layer's tensor, all in the host, or all on one GPU.
         rows: Where each layer's parts are.
         slots: How many blocks there are.
         first_head: Which of the model's KV heads come first in it.
         heads: How many of them it holds.
+        gpu: What hashes there; None in the host.
     """
 
-    views: tuple[memoryview, ...]
+    views: tuple[Span, ...]
     rows: tuple[Rows, ...]
     slots: int
     first_head: int
     heads: int
+    gpu: KvGpu | None = None
 
     @classmethod
     def of(
@@ -164,7 +171,8 @@ class KvMemory:
         heads: int | None,
         first_head: int = 0,
     ) -> KvMemory:
-        """Return the memory of an engine's KV tensors, which it keeps alive.
+        """Return the memory of an engine's KV tensors, which it keeps alive. Of a GPU's memory
+        `close` it after what uses it.
 
         Args:
             tensors: One for each layer, in order; of torch, or as `mx.serve` takes them.
@@ -173,12 +181,13 @@ class KvMemory:
             first_head: The first of the model's KV heads in it.
 
         Raises:
-            ConfigError: A tensor is not understood, or in a GPU's memory, or they do not have the
-                same number of blocks.
+            ConfigError: A tensor is not understood, or they do not have the same number of blocks,
+                or are not in the memory of one device.
+            CudaError: The driver fails.
         """
         found, rows, slots = [], [], set()
         for at, tensor in enumerate(tensors):
-            array = _host_array(f"the KV cache of layer {at}", tensor)
+            array = _array(f"the KV cache of layer {at}", tensor)
             own, count = rows_of(array, at, blocks, heads)
             found.append(array)
             rows.append(own)
@@ -186,7 +195,8 @@ class KvMemory:
         if not found or len(found) > MOST_LAYERS or len(slots) != 1 or 0 in slots:
             raise ConfigError("the layers of a KV cache do not have the same number of blocks")
         own_heads = 1 if heads is None else found[0].shape[heads]
-        return cls(tuple(map(_bytes_of, found)), tuple(rows), slots.pop(), first_head, own_heads)
+        views = tuple(array.view() for array in found)
+        return cls(views, tuple(rows), slots.pop(), first_head, own_heads, _gpu_of(views, rows))
 
     @classmethod
     def whole(
@@ -201,52 +211,85 @@ class KvMemory:
             first_head: The first of the model's KV heads in it.
             heads: How many of them.
         """
-        view, begin, rows = _bytes_of(_host_array("the KV pool", memory)), 0, []
+        view, begin, rows = _array("the KV pool", memory).view(), 0, list[Rows]()
         stride = sum(part_nbytes)
         for nbytes in part_nbytes:
             rows.append(Rows(0, begin, stride, (0,), nbytes))
             begin += nbytes
-        return cls((view,), tuple(rows), len(view) // stride, first_head, heads)
+        slots, gpu = len(view) // stride, _gpu_of((view,), rows)
+        return cls((view,), tuple(rows), slots, first_head, heads, gpu)
+
+    @property
+    def device(self) -> str:
+        """Where it is: "cpu" or "cuda:UUID"."""
+        return "cpu" if self.gpu is None else self.gpu.device.key
+
+    def close(self) -> None:
+        """Free what hashes on the GPU. Idempotent."""
+        if self.gpu is not None:
+            self.gpu.close()
 
     def regions(self) -> list[ExposedRegion]:
         """Return what transports expose."""
         return [
-            ExposedRegion(at, view.toreadonly(), address_of(view))
+            ExposedRegion(at, view, view.address, view.device)
+            if isinstance(view, DeviceView)
+            else ExposedRegion(at, view.toreadonly(), address_of(view))
             for at, view in enumerate(self.views)
         ]
 
-    def parts(self, slot: int, rows: Sequence[Rows]) -> Iterator[list[memoryview]]:
-        """Yield the memory of each layer's part of a block, by its runs."""
-        for each in rows:
+    @functools.cached_property
+    def _joined(self) -> tuple[Rows, ...]:
+        return tuple(each.joined() for each in self.rows)
+
+    def parts(self, slot: int, rows: Sequence[Rows] | None = None) -> Iterator[list[Any]]:
+        """Yield the memory of each layer's part of a block, or of these rows, by its runs."""
+        for each in self._joined if rows is None else rows:
             view = self.views[each.region]
             yield [view[begin : begin + nbytes] for begin, nbytes in each.runs(slot)]
 
+    def digest(self, slot: int, layer: int) -> bytes:
+        """Return the blake3 digest of a block's part in one layer."""
+        return b"".join(self.digests_of(list(self.parts(slot, [self._joined[layer]]))))
+
     def digests(self, slot: int) -> bytes:
         """Return the blake3 digests of a block's parts, one after the other."""
-        return b"".join(map(digest_of, self.parts(slot, self.rows)))
+        return b"".join(self.digests_of(list(self.parts(slot))))
+
+    def digests_of(self, parts: Sequence[Sequence[Any]]) -> list[bytes]:
+        """Return the blake3 digest of each part, whose runs these are. Raises CudaError."""
+        return list(map(digest_of, parts)) if self.gpu is None else self.gpu.digests(parts)
 
 
-def _host_array(name: str, tensor: Any) -> Array:
+def _gpu_of(views: Sequence[Span], rows: Sequence[Rows]) -> KvGpu | None:
+    """Return what hashes these views; None in the host. Raises ConfigError, CudaError."""
+    devices = {view.device if isinstance(view, DeviceView) else "cpu" for view in views}
+    if len(devices) > 1:
+        raise ConfigError(f"the layers of a KV cache are in {' and '.join(sorted(devices))}")
+    (device,) = devices
+    if device == "cpu":
+        return None
+    from mx.kv.gpu import MOST_PART_BYTES, KvGpu
+
+    if max(each.nbytes for each in rows) > MOST_PART_BYTES:
+        raise ConfigError(
+            f"a layer of a KV block on a GPU has at most {MOST_PART_BYTES} bytes",
+            hint="use smaller blocks",
+        )
+    return KvGpu(device)
+
+
+def _array(name: str, tensor: Any) -> Array:
     if "torch" in sys.modules:
         import mx.memory.torch_source  # noqa: F401 - it adds torch's tensors to `array_of`
 
-    array = array_of(name, tensor)
-    if array.device != "cpu":
-        raise ConfigError(
-            f"{name} is in a GPU's memory, where no KV blocks move",
-            hint="copy blocks to memory of the host, and give that",
-        )
-    return array
-
-
-def _bytes_of(array: Array) -> memoryview:
-    view = array.view()
-    assert isinstance(view, memoryview)  # it is of the host
-    return view
+    return array_of(name, tensor)
 
 
 def digest_of(runs: Sequence[memoryview]) -> bytes:
     """Return the blake3 digest of bytes, run after run."""
+    if len(runs) == 1:
+        return blake3(runs[0]).digest(DIGEST_BYTES)
     hasher = blake3()
     for run in runs:
         hasher.update(run)

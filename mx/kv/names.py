@@ -8,14 +8,18 @@ heads of the same block.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from mx.errors import ConfigError
+from mx.core.canonical import read_json
+from mx.errors import ConfigError, MxError, PeerProtocolError
 
 #: The size of a block's name.
 ID_BYTES = 32
@@ -55,6 +59,28 @@ class KvKey:
     def encode(self) -> bytes:
         """Return the bytes that are hashed, the same for equal keys."""
         return json.dumps({**vars(self), "more": dict(self.more)}, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> KvKey:
+        """Return the key that `encode` has made these bytes of. Raises PeerProtocolError."""
+        with contextlib.suppress(TypeError, MxError):
+            found = cls(**read_json(data, "KV key"))  # type: ignore[arg-type]
+            sizes = found.block_tokens, found.layers, found.heads, found.head_size
+            if found.encode() == data and all(type(each) is int for each in sizes):
+                return found
+        raise PeerProtocolError("a KV pool has a form that is not understood")
+
+
+def configuration_digest(configuration: Mapping[str, Any]) -> str:
+    """Return a digest of a model's configuration, for `KvKey.more`: the same weights make other
+    blocks where the model is configured otherwise.
+
+    Args:
+        configuration: As transformers has it; what differs without a difference is left out.
+    """
+    unlike = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+    same = {name: value for name, value in configuration.items() if name not in unlike}
+    return sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class BlockNames:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mx.core.paths import Path
 from mx.errors import (
@@ -46,6 +46,7 @@ Copies = tuple[tuple[int, int, int], ...]
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 #: A pool that has given so many wrong blocks is asked no more.
 MOST_WRONG = 3
+_NOT_YET = "it was not reached yet"
 #: The most wrong blocks that one renewal names.
 _MOST_TOLD = 256
 #: The most memory of one pool's index.
@@ -59,7 +60,7 @@ class KvReading:
     Attributes:
         name: The model's name.
         key: The key of that name, or a lender key for KV.
-        form: The form of the blocks, as `KvKey.encode` returns it.
+        form: The form of the blocks, as `KvKey.encode` returns it; empty for any.
         heads: Which of the model's KV heads are read.
         memory: Where blocks are read into; None: they are only found.
         options: How pools are reached; of a pull.
@@ -99,10 +100,22 @@ class KvLink:
 
 @dataclass(frozen=True, eq=False)
 class PoolLink(KvLink):
-    """A connection to a pool that works."""
+    """A connection to a pool that works, and the form of its blocks."""
 
     session: Session | None
     mirror: KvMirror
+    form: bytes
+
+
+class KvListing(NamedTuple):
+    """What a pool lists: the form of its blocks, which heads it has, the size of a block's part in
+    each layer, and the names of the blocks, those of use last first."""
+
+    endpoint: str
+    form: bytes
+    heads: range
+    part_nbytes: tuple[int, ...]
+    blocks: list[bytes]
 
 
 class KvGiver(Protocol):
@@ -167,7 +180,8 @@ class KvPeer:
         self._live: PoolLink | None = None
         self._wrong: list[bytes] = []
         self.wrong = 0
-        self.why = "it was not reached yet"
+        self.why = _NOT_YET
+        self._renewed = 0  # how often the pool has renewed this lease
         self._hurry = asyncio.Event()
         self._task = asyncio.create_task(self._keep(), name="mx-kv-peer")
 
@@ -196,6 +210,23 @@ class KvPeer:
         with self._lock:
             live = None if self._distrusted else self._live
             return live is not None and block in live.mirror.entries
+
+    def listing(self) -> KvListing | None:
+        """Return what the pool lists; None before all of that has come, and if it is lost."""
+        with self._lock:
+            live = self._live
+            # A pool sends what it lists once it has answered a renewal: it was sent with the first.
+            if live is None or self._renewed < 2:
+                return None
+            sizes = tuple(each.nbytes for each in live.rows)
+            blocks = list(live.mirror.entries)[::-1]
+            return KvListing(self.endpoint, live.form, live.heads, sizes, blocks)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True until the pool was reached and has said what it lists, or could not be reached."""
+        with self._lock:
+            return self.why == _NOT_YET or (self._live is not None and self._renewed < 2)
 
     @property
     def _distrusted(self) -> bool:
@@ -323,9 +354,8 @@ class KvPeer:
         """Open a session, mirror the index, and renew the lease, until one of them ends."""
         live = await self._opened(granted)
         lease_s = min(60.0, max(0.2, granted.lease_s))  # in this order also of no number
-        self.why = ""
         with self._lock:
-            self._live, self._wrong = live, []
+            self._live, self._wrong, self._renewed, self.why = live, [], 0, ""
         event(log, "kv.connected", peer=self.endpoint, transport=live.transport)
         renewing = asyncio.create_task(self._renew(call, live.mirror, lease_s), name="mx-kv-renew")
         leaves_at_s = 0.0
@@ -342,6 +372,10 @@ class KvPeer:
                         live.mirror.hear(_changes(found.changes, live.mirror), found.changes.number)
                     self._hurry.set()
                     self._reading.on_change()
+                else:
+                    self._renewed += 1
+                    if self._renewed == 2:
+                        self._reading.on_change()
                 if self._distrusted and not leaves_at_s:
                     leaves_at_s = time.monotonic() + lease_s
                 if leaves_at_s and time.monotonic() > leaves_at_s:  # it should have ended by now
@@ -377,7 +411,7 @@ class KvPeer:
     async def _opened(self, granted: pb.KvGranted) -> PoolLink:
         """Return what reads the pool. Raises MxError: it is another one, or can't be reached."""
         reading = self._reading
-        if granted.key != reading.form:
+        if reading.form and granted.key != reading.form:
             raise ConfigError(
                 f"the KV blocks at {self.endpoint} have another form: {granted.key[:500]!r}, and "
                 f"those of this process {reading.form!r}",
@@ -396,11 +430,11 @@ class KvPeer:
         for each in rows:
             each.check(granted.region_nbytes, granted.slots)
         if own is None:
-            return PoolLink(None, rows, (), (), heads, "index only", mirror)
+            return PoolLink(None, rows, (), (), heads, "index only", mirror, granted.key)
         # It may be many copies.
         mine, copied = await in_thread(fitted, own, rows, heads, self.endpoint)
         name, session = await in_thread(self._session, granted)
-        return PoolLink(session, rows, mine, copied, heads, name, mirror)
+        return PoolLink(session, rows, mine, copied, heads, name, mirror, granted.key)
 
     def _session(self, granted: pb.KvGranted) -> tuple[str, Session]:
         """Open a session by the best transport that works. Blocks."""
@@ -417,7 +451,7 @@ class KvPeer:
             viable = transport.probe() if isinstance(path, Path) else None
             if isinstance(viable, Unavailable):
                 path = viable.reason
-            if isinstance(path, Path) and not path.staged:
+            if isinstance(path, Path):
                 paths.append((path.gb_per_s, name, path))
             else:
                 reasons.append(f"{name}: {path}")
@@ -434,16 +468,35 @@ class KvPeer:
             peer_addresses=resolve(self.endpoint),
             setting=options.transport_context.setting,
         )
-        for _, name, _ in sorted(paths, reverse=True):
+        for _, name, path in sorted(paths, key=lambda each: each[:2], reverse=True):
+            own = replace(grant, ticket=tickets[name])
             try:
-                ticket = replace(grant, ticket=tickets[name])
-                return name, reading.transports[name].open(ticket)
+                if path.staged:  # it fills memory of the host, from which mx copies
+                    own = replace(own, place=replace(here, device="cpu"), device=here.device)
+                    session = reading.transports[name].open(own)
+                    timeout_s = 2 * options.stall_timeout_s
+                    return name, _staged(session, reading.memory, timeout_s)
+                return name, reading.transports[name].open(own)
             except MxError as error:
                 reasons.append(f"{name}: {error}")
         raise PeerLostError(
             f"no path leads to the KV pool at {self.endpoint}: " + "; ".join(reasons),
             peer=self.endpoint,
         )
+
+
+def _staged(inner: Session, memory: KvMemory | None, timeout_s: float) -> Session:
+    """Return a session that fills the GPU of this memory through one that fills the host's."""
+    if getattr(inner, "fills_device", False) or memory is None or memory.gpu is None:
+        return inner
+    from mx.cuda.staged import StagedSession
+
+    try:
+        return StagedSession(inner, memory.gpu.device)
+    except BaseException:
+        inner.close()
+        inner.join(timeout_s)
+        raise
 
 
 def fitted(

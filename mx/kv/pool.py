@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,12 +89,13 @@ class KvPool(Closable):
     ) -> None:
         """Use `open`."""
         self.name, self.form, self.memory = name, form, memory
-        self.device = "cpu"
+        self.device = memory.device
         self._key, self._loop = key, loop
         self._lock = threading.Lock()  # of all below
         self._index: KvIndex[_KvStream] = KvIndex(free=list(range(memory.slots))[::-1])
         self._freed = threading.Condition(self._lock)
         self._shut_down = False
+        self._reserve = 0  # how many slots are to be free before they are taken
         self.wrong = 0  # blocks that readers found wrong, and that were
         # On the loop.
         self._server: SourceServer | None = None
@@ -158,7 +159,8 @@ class KvPool(Closable):
 
     def take(self, count: int, wait_s: float = 0.0) -> list[int]:
         """Return slots that may be written, up to so many. Where too few are free, blocks that were
-        not of use for longest are withdrawn.
+        not of use for longest are withdrawn; and so that the next call has as many at once: readers
+        take a moment to let go of them.
 
         Args:
             count: How many.
@@ -167,12 +169,7 @@ class KvPool(Closable):
         until_s = time.monotonic() + wait_s
         with self._freed:
             while not self._shut_down:
-                # Others may have taken what left.
-                lacking = count - len(self._index.free) - self._index.leaving
-                for block in self._index.oldest(lacking):
-                    self._index.withdraw(block)
-                if lacking > 0:
-                    self._tell()
+                self._make_room(count)  # others may have taken what left
                 if len(self._index.free) >= count:
                     break
                 left_s = until_s - time.monotonic()
@@ -180,7 +177,18 @@ class KvPool(Closable):
                     break
             taken = self._index.free[-count:] if count else []
             del self._index.free[len(self._index.free) - len(taken) :]
+            if not self._shut_down:
+                self._reserve = max(self._reserve, min(count, self.memory.slots // 2))
+                self._make_room(self._reserve)
             return taken[::-1]
+
+    def _make_room(self, count: int) -> None:
+        """Withdraw blocks, so that so many slots are free soon; under the lock."""
+        lacking = count - len(self._index.free) - self._index.leaving
+        for block in self._index.oldest(lacking):
+            self._index.withdraw(block)
+        if lacking > 0:
+            self._tell()
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Return slots that were taken and in which no block is listed."""
@@ -188,7 +196,9 @@ class KvPool(Closable):
             self._index.free += slots
             self._freed.notify_all()
 
-    def publish(self, block: bytes, slot: int, digests: bytes | None = None) -> None:
+    def publish(
+        self, block: bytes, slot: int, digests: bytes | None = None, after: bytes = b""
+    ) -> None:
         """List a block, which is in a slot that was taken: its bytes do not change until it is
         withdrawn.
 
@@ -196,18 +206,33 @@ class KvPool(Closable):
             block: Its name.
             slot: The slot.
             digests: The blake3 digests of its layers' parts; None: they are computed here.
+            after: The block that comes before it in its prompt, without which it is of no use.
 
         Raises:
             ClosedError: The pool is closed.
         """
-        if len(block) != ID_BYTES:
+        self.publish_all([(block, slot, digests or self.memory.digests(slot), after)])
+
+    def publish_all(self, blocks: Sequence[tuple[bytes, int, bytes, bytes]]) -> None:
+        """List blocks at once, as `publish` does.
+
+        Args:
+            blocks: The name of each, its slot, the digests of its layers' parts, and the name of
+                the block that comes before it.
+
+        Raises:
+            ClosedError: The pool is closed.
+        """
+        if any(len(block) != ID_BYTES for block, *_ in blocks):
             raise ValueError(f"the name of a KV block has {ID_BYTES} bytes")
-        entry = KvEntry(slot, digests or self.memory.digests(slot))
         with self._freed:
             if self._shut_down:
                 raise ClosedError("the KV pool is closed")
-            if not self._index.publish(block, entry):
-                self._freed.notify_all()  # it is listed already: the slot is free
+            for block, slot, digests, after in blocks:
+                if not self._index.publish(block, KvEntry(slot, digests), after):
+                    self._freed.notify_all()  # it is listed already: the slot is free
+            for block in {block for block, *_ in blocks} - {after for *_, after in blocks}:
+                self._index.used(block)
             self._tell()
 
     def withdraw(self, blocks: Sequence[bytes]) -> None:
@@ -224,13 +249,16 @@ class KvPool(Closable):
             listed = list(self._index.listed)
         self.withdraw(listed)
 
-    def slot_of(self, block: bytes) -> int | None:
-        """Return where a block is that is listed, and note that it is of use; None if it is
-        not."""
+    def used(self, blocks: Iterable[bytes]) -> None:
+        """Note that the prompts up to these blocks are of use: what is not makes room first."""
         with self._lock:
-            self._index.used(block)
-            entry = self._index.listed.get(block)
-            return entry.slot if entry is not None else None
+            for block in blocks:
+                self._index.used(block)
+
+    def slot_of(self, block: bytes) -> int | None:
+        """Return where a block is that is listed; None if it is not."""
+        entry = self.entry_of(block)
+        return entry.slot if entry is not None else None
 
     def entry_of(self, block: bytes) -> KvEntry | None:
         """Return where a block is and its digests; None if it is not listed."""
@@ -374,7 +402,7 @@ class KvPool(Closable):
             grant_id=stream.grant_id,
             lease_s=LEASE_S,
             tickets=tickets,
-            region_nbytes=[each.nbytes for each in self.memory.views],
+            region_nbytes=list(map(len, self.memory.views)),
             place=place_to_wire(self._server.place(self.device)),
             key=self.form.encode(),
             slots=self.memory.slots,

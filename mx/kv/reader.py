@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mx import config, namekey, runtime
@@ -18,7 +19,7 @@ from mx.kv import proof
 from mx.kv.fetch import KvFetch, Taken
 from mx.kv.layout import KvMemory
 from mx.kv.names import KvKey
-from mx.kv.peer import KvGiver, KvPeer, KvReading
+from mx.kv.peer import KvGiver, KvListing, KvPeer, KvReading
 from mx.kv.segments import KvShelf, shelves
 from mx.tasks import end_tasks, in_thread
 
@@ -30,6 +31,8 @@ LOOK_S = 1.0
 LIST_S = 5.0
 #: The most pools that one reader reads.
 MOST_PEERS = 64
+#: More than any model has.
+_MOST_HEADS = 1 << 31
 
 
 class KvReader(Closable):
@@ -53,7 +56,7 @@ class KvReader(Closable):
     def open(
         cls,
         name: str,
-        form: KvKey,
+        form: KvKey | None,
         memory: KvMemory | None,
         *,
         peers: Collection[str] = (),
@@ -66,7 +69,7 @@ class KvReader(Closable):
 
         Args:
             name: The model's name.
-            form: The form of the blocks.
+            form: The form of the blocks; None for any, where they are only found.
             memory: Where blocks are read into: it must stay until the reader is closed. None for
                 one that only finds blocks, all heads of which are somewhere.
             peers: HOST:PORT of pools, or of sources of their processes.
@@ -78,21 +81,36 @@ class KvReader(Closable):
             settings: As for `mx.pull`.
 
         Raises:
-            ConfigError: The key is not for KV blocks of this name.
+            ConfigError: The key is not for KV blocks of this name, or files are to be read into a
+                GPU's memory.
         """
         settings = settings or config.load()
         key = namekey.load(settings)
         proof.secret_of(key, name)
         arguments = PullArguments(transport=transport)
         options = pull_options(name, settings, arguments)
+        if memory is not None:
+            options = replace(options, device=memory.device)
+            if files and memory.gpu is not None:
+                raise ConfigError(
+                    "KV blocks in files are read into memory of the host",
+                    hint="leave out `files`, or give a `memory` of the host",
+                )
 
         async def make(loop: runtime.LoopThread) -> KvReader:
             reader = cls(loop)
-            heads = range(form.heads)
+            heads = range(form.heads if form is not None else _MOST_HEADS)
             if memory is not None:
                 heads = range(memory.first_head, memory.first_head + memory.heads)
             reader._reading = KvReading(
-                name, key, form.encode(), heads, memory, options, transports(), reader._tell
+                name,
+                key,
+                form.encode() if form is not None else b"",
+                heads,
+                memory,
+                options,
+                transports(),
+                reader._tell,
             )
             if files:  # first: nothing is left of it if this is cancelled
                 roots = [Path(each) for each in files]
@@ -150,7 +168,7 @@ class KvReader(Closable):
         layers, taken, missing = len(memory.rows), list[Taken](), list[bytes]()
         load: dict[KvGiver, int] = {}
         for block, slot in wanted:
-            parts = self._begin(block, slot, layers, load)
+            parts = self._begin(block, slot, load)
             if parts:
                 taken += parts
             else:
@@ -158,6 +176,15 @@ class KvReader(Closable):
         fetch = KvFetch(taken, missing, layers)
         fetch.begin(memory)
         return fetch
+
+    def listings(self, timeout_s: float) -> list[KvListing]:
+        """Return what each pool lists, once all are reached or can't be, or the time has passed."""
+        pools = [each for each in self._peers.values() if isinstance(each, KvPeer)]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._shut_down or not any(each.is_awaited for each in pools), timeout_s
+            )
+        return [found for each in pools if (found := each.listing()) is not None]
 
     def peers(self) -> dict[str, str]:
         """Return how each pool is read: the transport by its address, or why it is not."""
@@ -194,7 +221,7 @@ class KvReader(Closable):
                     return True
         return False
 
-    def _begin(self, block: bytes, slot: int, layers: int, load: dict[KvGiver, int]) -> list[Taken]:
+    def _begin(self, block: bytes, slot: int, load: dict[KvGiver, int]) -> list[Taken]:
         """Begin to read one block from pools that together have all heads, those first that read
         least, and files last; return [] if there are none."""
         wanted = set(self._reading.heads)
@@ -211,7 +238,7 @@ class KvReader(Closable):
                 continue
             wanted.difference_update(link.heads)
             load[peer] = load.get(peer, 0) + len(link.heads)
-            taken.append(Taken(block, slot, peer, link, entry, layers))
+            taken.append(Taken(block, slot, peer, link, entry))
         if wanted:
             for each in taken:
                 each.peer.end(each.link, block, each.entry)

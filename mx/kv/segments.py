@@ -34,7 +34,7 @@ from mx.kv.names import ID_BYTES
 from mx.kv.peer import KvLink, KvReading, fitted
 from mx.kv.proof import secret_of
 from mx.log import event
-from mx.storage.osfile import open_regular, read_error
+from mx.storage.osfile import close_file, open_regular, read_error
 from mx.tasks import in_thread, unexpected
 from mx.transport import Piece, Read
 
@@ -346,7 +346,7 @@ class _ShelfReads:
             read.sink.done()
         finally:
             for fd in opened.values():
-                os.close(fd)
+                close_file(fd)
 
 
 def _read_whole(fd: int, piece: Piece, at: int) -> bool:

@@ -45,6 +45,7 @@ FORMAT = 1
 SNAPSHOT = "snapshot.json"
 WEIGHTS = "weights.safetensors"
 FILES = "files"
+KV = "kv"  # KV blocks, which `mx.kv` reads and writes
 SECTOR_BYTES = 4096
 #: The longest `snapshot.json`.
 MAX_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mx import config, namekey, users
+from mx import config, namekey, packs, users
 from mx.api.arguments import PullArguments
 from mx.api.common import check_type, variant_text
 from mx.api.holding import lend
@@ -35,6 +35,7 @@ from mx.errors import (
 from mx.fleet import list_bundles
 from mx.snapshots.container import (
     FILES,
+    KV,
     SNAPSHOT,
     RankWriter,
     Snapshot,
@@ -48,6 +49,7 @@ from mx.storage.folders import sync_entries
 from mx.storage.locks import flock
 from mx.storage.osfile import write_error
 from mx.text import listed
+from mx.units import parse_bytes
 
 if TYPE_CHECKING:
     from mx.api.target import Pull
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from mx.fetching.report import PullReport
 
 #: What a freeze has in its folder.
-_PARTIAL = f".{SNAPSHOT}.mx-partial"
+_PARTIAL, _ALL_RANKS = f".{SNAPSHOT}.mx-partial", ".mx-freezing"
 _RANK = re.compile(r"rank\d+|\.rank\d+\.mx-partial", re.ASCII)
 #: Seconds between two questions for sources that are waited for.
 _ASK_AGAIN_S = 0.5
@@ -70,7 +72,7 @@ class FreezeReport:
     """What `freeze` did. `bytes` were written now, in `seconds`; `kept` ranks were there already.
     `complete` is False while other ranks are still missing: then there is no snapshot yet. `signed`
     is True if the snapshot has the signature of this user's key. `pins` are those of all ranks, in
-    order, once it is complete."""
+    order, once it is complete. `kv_blocks` were written now, too."""
 
     folder: str
     model: str
@@ -81,6 +83,7 @@ class FreezeReport:
     complete: bool
     signed: bool
     pins: tuple[str, ...] = ()
+    kv_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def freeze(
     source: str = PEER,
     coordinator: str | None = None,
     transport: str | None = None,
+    kv_bytes: int | str = 0,
     settings: config.Settings | None = None,
     wait: Wait = lambda pull, key: pull.wait(),
 ) -> FreezeReport:
@@ -125,6 +129,9 @@ def freeze(
             those that are no checkpoint: what the engine of a replica holds.
         coordinator: HOST:PORT; None takes the address in the settings.
         transport: The name of the only transport to use.
+        kv_bytes: How many bytes of KV blocks each rank may have written, too, such as "2GiB": those
+            of the prompts that were of use last. They are taken from the pools of the processes
+            that serve the model, or from this process's where `what` is what it holds.
         settings: Settings to use; None loads them from the environment and the files.
         wait: Called with each pull and what it is of; returns its report.
 
@@ -132,8 +139,9 @@ def freeze(
         What was written.
 
     Raises:
-        ConfigError: An argument is wrong, the folder is in use or holds something else; or the name
-            is another owner's, and no pin says what it is: then nothing could vouch for it.
+        ConfigError: An argument is wrong, the folder is in use or holds something else; there are
+            no KV blocks, or they are not for this user's key; or the name is another owner's, and
+            no pin says what it is: then nothing could vouch for it.
         BundleIncompleteError: A rank has no source.
         CapacityError, OutputError: The disk is full, or fails.
         MxError: As `mx.pull`.
@@ -150,7 +158,9 @@ def freeze(
         named = parse_reference(model, revision=revision, variant=variant_text(variant))
         key = ModelKey(named.name, named.revision or MAIN, named.variant or CHECKPOINT)
         with serve_held(lend(what, key), None, settings, live=True) as held:
-            return freeze(held, folder, transport=transport, settings=settings, wait=wait)
+            how: dict[str, Any] = {"transport": transport, "kv_bytes": kv_bytes, "wait": wait}
+            return freeze(held, folder, settings=settings, **how)
+    endpoints: set[str] | None = None
     asked: PullArguments = {"transport": transport, "companions": False}
     if isinstance(what, Source):
         key, may_sign = what.model, True
@@ -163,7 +173,7 @@ def freeze(
         until_s = time.monotonic() + settings.wait_s
         while True:
             try:
-                ranks, may_sign = _listed(named, source, asked["coordinator"], settings)
+                ranks, may_sign, endpoints = _listed(named, source, asked["coordinator"], settings)
                 break
             except (UnknownModelError, BundleIncompleteError):
                 if time.monotonic() >= until_s:
@@ -171,8 +181,10 @@ def freeze(
                 time.sleep(_ASK_AGAIN_S)
         members = [each.key.variant for each in ranks]
     began_s = time.monotonic()
-    with _prepared(where):
+    with _prepared(where), _alone(where) if len(ranks) > 1 else contextlib.nullcontext():
         left = [each for each in ranks if not _is_there(where, each)]
+        # First: what is wrong with them is said at once.
+        kv_blocks = _kv_frozen(ranks[0].key.name, where, kv_bytes, endpoints, transport, settings)
         reports = _pulled(left, where, asked, settings, wait)
         snapshot = _finished(where, ranks[0].key, members, settings if may_sign else None)
     paths = [path for each in reports for path in each.paths]
@@ -187,13 +199,44 @@ def freeze(
         snapshot is not None,
         snapshot is not None and snapshot.signature is not None,
         () if snapshot is None else tuple(each.pin for each in snapshot.ranks),
+        kv_blocks,
     )
+
+
+def _kv_frozen(
+    name: str,
+    folder: Path,
+    kv_bytes: int | str,
+    endpoints: set[str] | None,
+    transport: str | None,
+    settings: config.Settings,
+) -> int:
+    """Write KV blocks of a model, of these sources' processes or of this one; return how many."""
+    try:
+        budget_bytes = parse_bytes(str(kv_bytes))
+    except ValueError as error:
+        raise ConfigError(f"KV blocks: {error}") from error
+    if not budget_bytes:
+        return 0
+    write = packs.optional("mx.kv.freezing:freeze_blocks")
+    if write is None:
+        raise ConfigError("KV blocks need the pack mx.kv", hint="install mx as a whole")
+    found: int = write(
+        name,
+        folder / KV,
+        budget_bytes,
+        endpoints=endpoints,
+        transport=transport,
+        settings=settings,
+    )
+    return found
 
 
 def _listed(
     named: ModelReference, source: str, coordinator: str | None, settings: config.Settings
-) -> tuple[list[_Asked], bool]:
-    """Return all ranks of what a name means, and whether this user's key is of their owner."""
+) -> tuple[list[_Asked], bool, set[str]]:
+    """Return all ranks of what a name means, whether this user's key is of their owner, and the
+    addresses of all sources of that revision."""
     found = list_bundles(named.name, coordinator=coordinator, settings=settings)
     bundle = _bundle(named, found, source)
     records: dict[str, list[Any]] = {}
@@ -227,7 +270,7 @@ def _listed(
             if len(ranks) == 1
             else "freeze it where its owner's key is (`name_key`, `lender_key`)",
         )
-    return ranks, vouched
+    return ranks, vouched, {each.endpoint for held in records.values() for each in held}
 
 
 def _bundle(named: ModelReference, found: list[BundleStatus], source: str) -> BundleStatus:
@@ -295,8 +338,33 @@ def _prepared(folder: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time write all ranks: else each of two may have a rank that the other
+    one is to write, and both are refused. Raises ConfigError: another one does."""
+    path = folder / _ALL_RANKS
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise write_error(error, path) from error
+    try:
+        try:
+            flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another mx is writing {folder} right now",
+                hint="wait for it, stop it, or name another folder",
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
 def _is_ours(name: str) -> bool:
-    return name in (FILES, _PARTIAL) or bool(_RANK.fullmatch(name))
+    return name in (FILES, KV, _PARTIAL, _ALL_RANKS) or bool(_RANK.fullmatch(name))
 
 
 def _is_there(folder: Path, rank: _Asked) -> bool:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mx import config
@@ -30,11 +29,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Seconds after which a freeze that runs notices that it is to end.
 _LOOK_S = 0.2
+#: Bytes that are no signal's number: the end of what listens, and a handler that has run.
+_CLOSED, _HANDLED = b"\0", b"\xff"
 
 
 class SignalFreezer:
     """Freezes at each signal; a context manager, which ends that. Made and closed on the main
-    thread: no other one can set a handler. A forked child has the handler from before."""
+    thread: no other one can set a handler. A forked child has the handler from before.
+
+    Python runs a handler once the main thread gets to it, and that may stay blocked for as long as
+    it likes: a signal that comes just before a system call does not interrupt it. So the signal is
+    heard by `signal.set_wakeup_fd`, which needs no thread of Python's, unless that is in use: an
+    event loop that uses it wakes the main thread, which runs the handler."""
 
     def __init__(self, call: Callable[..., FreezeReport], folder: str | Path, number: int) -> None:
         """
@@ -47,17 +53,23 @@ class SignalFreezer:
             ConfigError: This is not the main thread, or the signal can have no handler.
         """
         self._call, self._folder, self._number = call, str(folder), signal.Signals(number)
-        #: Only this is used by the handler, which may interrupt itself: it has no lock of Python's.
-        self._came: SimpleQueue[bool] = SimpleQueue()
+        #: A byte for each signal as it comes, its number, and one for each run of the handler,
+        #: which takes no lock, since it may interrupt itself.
+        self._came, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._deaf = False  # whether the handler does nothing
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="mx-freeze-signal", daemon=True)
         try:
             self._before = signal.signal(number, self._handle)
         except (ValueError, OSError) as error:
+            self.close_pipe()
             raise ConfigError(
                 f"{self._number.name} can't freeze: {error}",
                 hint="name another signal, as SIGUSR1, and on the main thread",
             ) from error
+        if (wakes := signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(wakes)
         _open.add(self)
         self._thread.start()
         atexit.register(self.close)
@@ -75,24 +87,51 @@ class SignalFreezer:
         if not self._closing.is_set():
             self._closing.set()
             atexit.unregister(self.close)
-            self.restore()
-            self._came.put(False)
+            restored = self.restore()
+            os.write(self._tell, _CLOSED)
             self._thread.join()
+            if restored:
+                self.close_pipe()
 
-    def restore(self) -> None:
-        """Restore the handler from before, unless another has taken the place of this one's."""
+    def close_pipe(self) -> None:
+        """Close what the signals are heard by; call it once, after `restore` has returned True."""
+        os.close(self._came)
+        os.close(self._tell)
+
+    def restore(self) -> bool:
+        """Restore the handler from before, unless another has taken the place of this one's.
+
+        Returns:
+            Whether nothing is written to the pipe by signals any more: not if this is another
+            thread than the main one, where the handler stays, and does nothing.
+        """
         _open.discard(self)
-        if signal.getsignal(self._number) == self._handle:
-            with contextlib.suppress(ValueError):  # on another thread: it stays, and does nothing
+        self._deaf = True
+        try:
+            if signal.getsignal(self._number) == self._handle:
                 signal.signal(self._number, self._before or signal.SIG_DFL)
+            if (wakes := signal.set_wakeup_fd(-1)) != self._tell:
+                signal.set_wakeup_fd(wakes)
+        except ValueError:
+            return False
+        return True
 
     def _handle(self, *_: object) -> None:
-        self._came.put(True)
+        if not self._deaf:  # else the pipe may be another file
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._tell, _HANDLED)
 
     def _listen(self) -> None:
         with Threads(1, "mx-freeze") as freezing:
             running = None
-            while self._came.get():
+            handled_later = False
+            while (came := os.read(self._came, 1)) != _CLOSED:
+                if came == _HANDLED and handled_later:
+                    handled_later = False
+                    continue
+                if came not in (_HANDLED, bytes([self._number])):
+                    continue  # another signal
+                handled_later = came != _HANDLED
                 if running is None or running.done():
                     running = freezing.submit(self._freeze)
                 else:
@@ -132,7 +171,8 @@ def _in_child() -> None:
     """Restore what handled the signals before: a forked child has no thread that freezes."""
     for each in list(_open):
         atexit.unregister(each.close)
-        each.restore()
+        if each.restore():
+            each.close_pipe()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -147,6 +187,7 @@ def freeze_on_signal(
     revision: str = "",
     variant: str | ProcessingKey = "",
     transport: str | None = None,
+    kv_bytes: int | str = 0,
     settings: config.Settings | None = None,
 ) -> SignalFreezer:
     """Have a signal freeze what this process holds. Call it on the main thread.
@@ -163,6 +204,7 @@ def freeze_on_signal(
         revision: As there.
         variant: As there.
         transport: As there.
+        kv_bytes: As there.
         settings: As there.
 
     Returns:
@@ -179,6 +221,7 @@ def freeze_on_signal(
         revision=revision,
         variant=variant,
         transport=transport,
+        kv_bytes=kv_bytes,
         settings=settings,
     )
     return SignalFreezer(call, folder, number)

@@ -51,6 +51,16 @@ def freeze(
             autocompletion=lambda: ["peer", "engine"],
         ),
     ] = "peer",
+    kv: Annotated[
+        str,
+        typer.Option(
+            "--kv",
+            help="How much of KV blocks is written, too, for each rank: those of the prompts that "
+            "were of use last, of replicas that give theirs. An engine that starts from the "
+            "snapshot reads them.",
+            metavar="SIZE",
+        ),
+    ] = "0",
     transport: options.OneTransport = None,
     *,
     as_json: bool,
@@ -68,7 +78,7 @@ def freeze(
 
     - `mx freeze llama-8b@466847afadc6e1be /snapshots/llama-8b`
 
-    - `mx freeze llama-8b /snapshots/llama-8b-engine --from engine`
+    - `mx freeze llama-8b /snapshots/llama-8b-engine --from engine --kv 2GiB`
     """
     from mx.snapshots.freezing import freeze as write
 
@@ -82,6 +92,7 @@ def freeze(
             source=source,
             coordinator=options.coordinator_of(settings),
             transport=transport,
+            kv_bytes=kv,
             settings=settings,
             wait=_follow,
         )
@@ -93,6 +104,7 @@ def freeze(
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
         f"{count(report.ranks, 'rank')}{kept}, frozen to {folder}",
+        *([f"  with {count(report.kv_blocks, 'KV block')}"] if report.kv_blocks else []),
         "  signed with this user's key"
         if report.signed
         else "  not signed: only its pin says what it is",

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from mx.core.digest import DIGEST_BYTES
-from mx.memory.live import LiveMemory
+from mx.memory.live import LentMemory
 from mx.source.model import SourceModel
 from mx.source.served import ExposedModel, MemoryFaults
 from mx.text import listed
@@ -92,7 +92,11 @@ def looked_at(held: SourceModel, chunk: int) -> MemoryFaults:
     Raises:
         MxError: The memory was released, or a GPU fails.
     """
-    moved = held.arena.changed() if isinstance(held.arena, LiveMemory) else ""
+    moved = ""
+    if isinstance(held.arena, LentMemory):
+        if not held.arena.is_here:
+            return MemoryFaults()
+        moved = held.arena.changed()
     return MemoryFaults(moved=moved) if moved else MemoryFaults(wrong=wrong_tensors(held, chunk))
 
 

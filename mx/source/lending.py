@@ -12,7 +12,7 @@ from typing import Any
 from mx.core.lending import Lent, LentEvent, LentState
 from mx.errors import ClosedError, ConfigError, CoordinatorError, LocalError
 from mx.log import event
-from mx.memory.live import LiveMemory
+from mx.memory.live import LentMemory
 from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import MemoryChange
 from mx.source.model import SourceModel, hashed_again
@@ -74,9 +74,9 @@ class Lending:
         return self._state.now is Lent.CLOSED
 
     @property
-    def _memory(self) -> LiveMemory:
+    def _memory(self) -> LentMemory:
         memory = self.held.arena
-        assert isinstance(memory, LiveMemory)
+        assert isinstance(memory, LentMemory)
         return memory
 
     # -- while it is lent -------------------------------------------------------------------------

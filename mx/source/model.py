@@ -34,7 +34,7 @@ from mx.memory.arrays import Array
 from mx.memory.collector import paused
 from mx.memory.describe import DescribedTensors
 from mx.memory.device import DeviceArena
-from mx.memory.live import LiveMemory, Memory, Tensors
+from mx.memory.live import LentMemory, LiveMemory, Memory, Tensors
 from mx.storage.disk_file import Stamp
 from mx.storage.hub_blobs import check_blobs
 from mx.storage.landing import ArenaDigests
@@ -63,7 +63,7 @@ class SourceModel:
 
     key: ModelKey
     manifest: Manifest
-    arena: Memory
+    arena: Memory | LentMemory
     #: The block digests of the layers that are known.
     pages: Pages
     #: The shortcut digests of all blocks, layer after layer; b"" if they are not known.
@@ -116,7 +116,7 @@ class SourceModel:
     @property
     def live(self) -> bool:
         """True if the memory is an engine's, which may change."""
-        return isinstance(self.arena, LiveMemory)
+        return isinstance(self.arena, LentMemory)
 
     @property
     def scattered(self) -> bool:
@@ -126,7 +126,7 @@ class SourceModel:
     @paused()
     def places(self) -> ExtentMap:
         """Return where the manifest's bytes are. For many tensors this takes a while."""
-        if isinstance(self.arena, LiveMemory):
+        if isinstance(self.arena, LentMemory):
             return self.arena.extents
         return ExtentMap.of_arena(self.manifest.layout)
 
@@ -146,7 +146,7 @@ class SourceModel:
     @property
     def device(self) -> str:
         """The device that holds the bytes: "cpu" or "cuda:UUID"."""
-        if isinstance(self.arena, LiveMemory):
+        if isinstance(self.arena, LentMemory):
             return self.arena.device
         view = self.arena.view
         return view.device if isinstance(view, DeviceView) else "cpu"
@@ -181,7 +181,7 @@ class SourceModel:
             state: The source's state.
         """
         layers = len(self.manifest.layout.layers)
-        nbytes = self.arena.nbytes if isinstance(self.arena, LiveMemory) else len(self.arena.view)
+        nbytes = self.arena.nbytes if isinstance(self.arena, LentMemory) else len(self.arena.view)
         contiguous = None if self.scattered else (0, layers)
         return SourceRecord(
             source_id=self.source_id,
@@ -323,7 +323,7 @@ def hold_tensors(
     Raises:
         MxError: As `plan_layout`, as the arena's constructor, and as `read_side_files`.
     """
-    packaging, documents = _packaged(files)
+    packaging, documents = packaged(files)
     layout = manifests.plan_layout(specs, aliases, layout_version)
     arena = _new_arena(layout.arena_nbytes, key, device)
     with Undo(arena.release):
@@ -369,7 +369,7 @@ def lend_tensors(
         ConfigError: They are frozen, and in host memory.
         MxError: As `plan_layout`, and as `read_side_files`.
     """
-    packaging, documents = _packaged(files)
+    packaging, documents = packaged(files)
     layout = manifests.plan_layout(described.specs, described.aliases, layout_version)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     with Undo(memory.release):
@@ -385,7 +385,7 @@ def lend_tensors(
     return held
 
 
-def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
+def packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
     """Return the side files of a folder, without tensor files, and their bytes by digest."""
     if folder is None:
         return Packaging(), {}
@@ -430,7 +430,10 @@ def hashed_again(
         ClosedError: It was cancelled.
     """
     memory, layout, packaging = held.arena, held.manifest.layout, held.manifest.packaging
-    assert isinstance(memory, LiveMemory)
+    assert isinstance(memory, LentMemory)
+    if not isinstance(memory, LiveMemory):
+        manifest, known = memory.manifest_again(cancelled)
+        return SourceModel(held.key, manifest, memory, known, generation=held.generation + 1)
     only: set[str] | None = None
     memory.claim_again()
     if memory.changed():

@@ -14,7 +14,7 @@ from mx.core.types import ModelKey
 from mx.cuda.errors import GONE_CODES, CudaError
 from mx.errors import LocalError, MxError
 from mx.log import event
-from mx.memory.live import Memory
+from mx.memory.live import LentMemory, Memory
 from mx.runtime import in_thread, uncut
 from mx.source.doubts import looked_at
 from mx.source.exposures import withdraw
@@ -100,7 +100,7 @@ class Retirement:
             await self.free(served)
         return finished
 
-    def written(self, memory: Memory) -> None:
+    def written(self, memory: Memory | LentMemory) -> None:
         """Record that this process has written to memory that it serves: who asks for it from now
         on is told so, also before it is retired."""
         for served in self._servicer.models.values():
@@ -108,7 +108,7 @@ class Retirement:
 
     async def retire_memory(
         self,
-        memory: Memory,
+        memory: Memory | LentMemory,
         grace_s: float,
         hurry: Callable[[], bool] = lambda: False,
         *,

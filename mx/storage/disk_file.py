@@ -19,7 +19,7 @@ from mx.errors import CheckpointError
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, Places, StoredFile, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.mounts import is_local
-from mx.storage.osfile import open_regular, read_error
+from mx.storage.osfile import close_file, open_regular, read_error
 from mx.units import KIB, align_up
 
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
@@ -252,31 +252,34 @@ class DiskBytes:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
-        for fd in self._descriptors():
-            if FileStamp.of(os.fstat(fd)) != self._file.stamp:
-                raise CheckpointError(
-                    f"{self._file.location} changed while it was read",
-                    hint="wait until it is completely written, then try again",
-                )
+        if any(each != self._file.stamp for each in self._stamps()):
+            raise CheckpointError(
+                f"{self._file.location} changed while it was read",
+                hint="wait until it is completely written, then try again",
+            )
 
     def stamp(self) -> Stamp | None:
         """Return the stamp of the file that was read, from its header on; None if it may have been
         changed since, or is on a file system whose stamps prove nothing."""
         exact = self._file.stamp.exact
-        same = all(FileStamp.of(os.fstat(fd)).exact == exact for fd in self._descriptors())
+        same = all(each.exact == exact for each in self._stamps())
         return exact if same and is_local(self._fd) else None
+
+    def _stamps(self) -> list[FileStamp]:
+        try:
+            return [FileStamp.of(os.fstat(fd)) for fd in self._descriptors()]
+        except OSError as error:
+            raise read_error(error, self._file.location) from error
 
     def _descriptors(self) -> list[int]:
         return [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        fd, self._direct_fd = self._direct_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        descriptors = self._descriptors()
+        self._fd = self._direct_fd = -1
+        for fd in descriptors:
+            close_file(fd)
 
 
 def memory_alignment(location: Path) -> int:

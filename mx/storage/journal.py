@@ -20,6 +20,7 @@ import xxhash
 
 from mx.contexts import Undo
 from mx.core.types import ManifestRef
+from mx.storage.osfile import close_file
 
 _LAYER = b"layer "
 #: The most text of a line, after 16 digits of checksum and a space.
@@ -124,7 +125,7 @@ class Journal:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close_file(fd)
 
 
 class Records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -33,6 +34,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
         os.close(fd)
         raise CheckpointError(f"{path} is not an ordinary file")
     return fd
+
+
+def close_file(fd: int) -> None:
+    """Close a file that was read, or what was written to which is durable or of no use: where a
+    file system is gone that fails, as all else has before."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def read_error(error: OSError, path: Path) -> MxError:

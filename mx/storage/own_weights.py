@@ -14,7 +14,7 @@ from mx.errors import CheckpointError, MxError
 from mx.storage.disk_file import DiskFile, FileStamp, Stamp
 from mx.storage.header import FileTensor
 from mx.storage.mounts import is_local
-from mx.storage.osfile import open_regular, read_error
+from mx.storage.osfile import close_file, open_regular, read_error
 from mx.storage.safetensors import read_index, tensor_files
 from mx.storage.shards import shards_of
 
@@ -126,7 +126,7 @@ class OwnWeights:
     def close(self) -> None:
         """Close the files. Idempotent."""
         while self._fds:
-            os.close(self._fds.popitem()[1])
+            close_file(self._fds.popitem()[1])
 
 
 def _others(path: Path, files: Container[str]) -> tuple[str, ...]:

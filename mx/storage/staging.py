@@ -289,9 +289,9 @@ class Staging:
     def discard(self) -> None:
         """Remove the folder, and the parents that were made for it. Idempotent."""
         if self._fd >= 0 and self._is_held():
-            folders.empty(self._fd, but=_CLAIM, ignore_errors=True)
-            self._unlock()  # last: another run may use the folder from here on
             try:
+                folders.empty(self._fd, but=_CLAIM, ignore_errors=True)
+                self._unlock()  # last: another run may use the folder from here on
                 if folders.is_at(self._fd, self._name, self._parent):
                     self._remove()
             except OSError as error:
@@ -342,14 +342,12 @@ class Staging:
             held.release()
 
     def _close(self) -> None:
-        self._close_files()
-        self._unlock()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        fd, self._parent = self._parent, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self._fd, self._parent = (self._parent, self._fd), -1, -1
+        with contextlib.ExitStack() as ends:  # all of these, also where one fails
+            for fd in filter(lambda fd: fd >= 0, fds):
+                ends.callback(os.close, fd)
+            ends.callback(self._unlock)
+            self._close_files()
 
     def _open_parent(self, missing: tuple[str, ...]) -> None:
         self._parent, before = folders.open_folder(".", self._parent), self._parent
@@ -377,6 +375,10 @@ class Staging:
                 if not folders.is_private(fd, self._parent):
                     self._not_ours(os.fstat(fd))
                 self._held = Lock(fd, _CLAIM, fd)
+                # The previous holder of the lock may just have removed or renamed the folder.
+                if folders.is_at(fd, self._name, self._parent):
+                    self._fd = fd
+                    return
             except FileNotFoundError:  # the folder was removed meanwhile
                 os.close(fd)
                 continue
@@ -389,10 +391,6 @@ class Staging:
             except BaseException:
                 os.close(fd)
                 raise
-            # The previous holder of the lock may just have removed or renamed the folder.
-            if folders.is_at(fd, self._name, self._parent):
-                self._fd = fd
-                return
             self._unlock()
             os.close(fd)
         self._moved(self.folder)

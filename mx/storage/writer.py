@@ -14,6 +14,7 @@ from mx.core.types import Companion, Layout, Manifest, PackagedFile, Packaging, 
 from mx.errors import OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
+from mx.storage.osfile import close_file
 from mx.storage.row_major import row_major
 from mx.storage.staged_writer import StagedWriter
 from mx.storage.staging import JOURNAL
@@ -259,7 +260,7 @@ class CheckpointWriter(StagedWriter):
 
     def _close_files(self) -> None:
         while self._fds:
-            os.close(self._fds.pop())
+            close_file(self._fds.pop())
 
 
 def _read_some(fd: int, view: memoryview, position: int) -> int:

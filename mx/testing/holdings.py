@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _MOMENT_S = 0.05
@@ -47,8 +47,7 @@ class HeldResources:
         takes that long to be rid of a thread that has been joined."""
         found = cls.now()
         time.sleep(_MOMENT_S)
-        threads = found.threads & cls.now().threads
-        return cls(threads, found.descriptors, found.mappings, found.python_threads)
+        return replace(found, threads=found.threads & cls.now().threads)
 
     def beyond(self, before: HeldResources) -> list[str]:
         """Return what `self` has and `before` had not, a line each."""

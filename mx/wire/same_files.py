@@ -2,7 +2,7 @@
 for each process, in the folder that only the user may use.
 
 A process that connects gets one JSON object, and the connection ends. Both sides have the kernel
-say who the other is.
+say who the other is. `mx.engines.replica.same_files` is the other end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import json
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mx import forks, users
-from mx.core.json_bounds import check_json
 from mx.errors import MxError
 from mx.wire.private import check_folder, default_folder, make_folder
 
@@ -28,11 +26,10 @@ from mx.wire.private import check_folder, default_folder, make_folder
 Stamp = tuple[int, int, int, int, int]
 
 _PREFIX, _SUFFIX = "files-", ".sock"
-_MAX_ANSWER_BYTES = 4 << 20
 _MAX_SOURCES = 256
-#: How long one source may take to answer, and all of them. On a busy host a second is not enough,
-#: and who misses an answer reads the weights from the disk.
-_ANSWER_S, _ALL_S = 5.0, 10.0
+#: How long one source may take to answer. On a busy host a second is not enough, and who misses an
+#: answer reads the weights from the disk.
+ANSWER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class FilesListing:
                     for each in self._models()
                 ]
                 writer.write(json.dumps({"version": 1, "models": models}).encode())
-                await asyncio.wait_for(writer.drain(), _ANSWER_S)
+                await asyncio.wait_for(writer.drain(), ANSWER_S)
         writer.close()
 
     async def close(self) -> None:
@@ -112,25 +109,8 @@ class FilesListing:
             path.unlink(missing_ok=True)
 
 
-def sources_of(files: Collection[Stamp], folder: Path | None = None) -> list[ListedModel]:
-    """Return the models that sources of this user on this host have read from just these files.
-
-    Args:
-        files: The stamps of all files.
-        folder: Where the sources' sockets are; None for the user's folder.
-    """
-    folder = folder or default_folder()
-    wanted = frozenset(files)
-    found: list[ListedModel] = []
-    until_s = time.monotonic() + _ALL_S
-    for path in _sockets(folder):
-        if time.monotonic() >= until_s:
-            break
-        found += [each for each in _asked(path) if each.files == wanted and wanted]
-    return found
-
-
-def _sockets(folder: Path) -> Iterator[Path]:
+def sockets(folder: Path) -> Iterator[Path]:
+    """Yield the sockets of this user's sources on this host."""
     try:
         check_folder(folder / f"{_PREFIX}{_SUFFIX}")
         with os.scandir(folder) as entries:
@@ -142,7 +122,7 @@ def _sockets(folder: Path) -> Iterator[Path]:
 
 def _sweep(folder: Path) -> None:
     """Remove the sockets of processes that were killed: nothing listens at them."""
-    for path in _sockets(folder):
+    for path in sockets(folder):
         with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
             try:
                 os.kill(int(path.name.removeprefix(_PREFIX).partition("-")[0]), 0)
@@ -150,59 +130,3 @@ def _sweep(folder: Path) -> None:
                 sock.setblocking(False)
                 if sock.connect_ex(str(path)) == errno.ECONNREFUSED:
                     path.unlink()
-
-
-def _asked(path: Path) -> list[ListedModel]:
-    """Return what the process at a socket lists; nothing if it is not this user's."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(_ANSWER_S)
-        try:
-            sock.connect(str(path))
-        except ConnectionRefusedError:  # its process has ended
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return []
-        except OSError:
-            return []
-        if not users.is_own_peer(sock):
-            return []
-        try:
-            return _read(_received(sock))
-        except (OSError, ValueError, TypeError, RecursionError):
-            return []
-
-
-def _received(sock: socket.socket) -> bytes:
-    data = bytearray()
-    until_s = time.monotonic() + _ANSWER_S
-    while part := sock.recv(1 << 16):
-        data += part
-        if len(data) > _MAX_ANSWER_BYTES or time.monotonic() > until_s:
-            raise ValueError("the list is too long")
-    return bytes(data)
-
-
-def _read(data: bytes) -> list[ListedModel]:
-    check_json(data)
-    found = json.loads(data)
-    if not isinstance(found, dict) or found.get("version") != 1:
-        return []
-    listed = []
-    for name, revision, identity, files in found["models"]:
-        stamps = frozenset(stamp_of(each) for each in files)
-        if all(isinstance(each, str) for each in (name, revision, identity)):
-            bytes.fromhex(identity)
-            listed.append(ListedModel(name, revision, identity, stamps))
-    return listed
-
-
-def stamp_of(numbers: object) -> Stamp:
-    """Return the stamp that JSON has as a list of five integers. Raises ValueError."""
-    if (
-        not isinstance(numbers, list)
-        or len(numbers) != 5
-        or any(type(each) is not int for each in numbers)
-    ):
-        raise ValueError("a stamp is five integers")
-    device, inode, nbytes, mtime_ns, ctime_ns = numbers
-    return device, inode, nbytes, mtime_ns, ctime_ns

@@ -500,8 +500,8 @@ def as_an_engine(world: World, name: Name) -> None:
     called, and whatever was there before."""
     # The other steps do without these.
     from mx.config import state_folder
+    from mx.engines.replica.folder_hash import identity_of, remember
     from mx.engines.replica.names import meant_by
-    from mx.storage.folder_hash import identity_of, remember
 
     path = name.folder / "model.safetensors"
     if not path.exists():  # with weights that no source serves

@@ -15,6 +15,7 @@ from tests.support.graphs import packages, small
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 64, 1 << 16, (1 << 32) - 1]) | st.integers(0, 1 << 20)
 WIDE = NUMBERS | st.sampled_from([1 << 32, 1 << 47, 1 << 57, 1 << 63, (1 << 64) - 1])
+SIGNED = st.sampled_from([-(1 << 31), -1, 0, 1, (1 << 31) - 1]) | st.integers(0, 1 << 20)
 TEXTS = st.sampled_from(["", "_Zk", "F32", "\x1b[2J", "é", "x" * 2000]) | st.text(max_size=3)
 
 
@@ -23,6 +24,8 @@ def _value(draw: Any, field: Any) -> Any:
         return draw(TEXTS)
     if field.type == field.TYPE_BYTES:
         return draw(st.binary(max_size=40))
+    if field.type == field.TYPE_INT32:
+        return draw(SIGNED)
     return draw(WIDE if field.type == field.TYPE_UINT64 else NUMBERS)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.digest import document_digest, root_of
+from benchmarks.roots import root_of
+from mx.core.digest import document_digest
 from mx.core.identity import IdentityRecords
 from mx.core.layout import MAX_ARENA_BYTES, Kind, build_layout, planned_again
 from mx.core.manifest import decode, encode

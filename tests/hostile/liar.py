@@ -41,7 +41,7 @@ from mx.core.canonical import write_json
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap
 from mx.core.pages import Pages
-from mx.core.types import Layout, Manifest, ModelKey, SourceRole, TableRow
+from mx.core.types import AddressTable, Layout, Manifest, ModelKey, SourceRole, TableRow
 from mx.memory.arena import MemfdArena
 from mx.source.limits import SourceLimits
 from mx.source.model import SourceModel, hold_checkpoint
@@ -310,10 +310,10 @@ def held_model(lies: Mapping[str, Any]) -> SourceModel:
 def misplace(held: SourceModel) -> None:
     """Register rows that say of all layers that they are where the first one is, and send that."""
     layers, arena = held.manifest.layout.layers, host_view(held.arena.view)
-    rows = [TableRow(layer.index, 0, layer.nbytes, 0, 0) for layer in layers]
+    rows = tuple(TableRow(layer.index, 0, layer.nbytes, 0, 0) for layer in layers)
     spans = [arena[: layer.nbytes] for layer in layers]
     begins = [layer.arena_offset for layer in layers]
-    places = ExtentMap.of_rows(held.manifest.layout, rows)
+    places = ExtentMap.of_table(held.manifest.layout, AddressTable(b"", (), rows))
     lie(SourceModel, "scattered", property(lambda self: True))
     lie(SourceModel, "places", lambda self: places)
     lie(SourceModel, "view", lambda self: ScatteredView.over(begins, spans, len(arena)))

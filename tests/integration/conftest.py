@@ -20,6 +20,8 @@ from tests.support.commands import (
     serve,
     start_coordinator,
 )
+from tests.support.driver.build import MAJORS
+from tests.support.driver.programs import forked
 
 __all__ = ["commands_are_forked", "run", "torch_is_forked"]  # fixtures
 
@@ -68,6 +70,19 @@ def served(checkpoint: Path) -> Iterator[str]:
         serve(run, checkpoint, "m", coordinator)
         serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
         yield coordinator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def driver_programs_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs over the stand-in driver are forks, too."""
+    module = request.node
+    if not module.name.startswith("test_driver_"):
+        yield
+        return
+    items = [each for each in request.session.items if each.getparent(pytest.Module) is module]
+    called = (getattr(each, "callspec", None) for each in items)
+    with forked({MAJORS[-1], *(each.params.get("major", MAJORS[-1]) for each in called if each)}):
+        yield
 
 
 @pytest.fixture

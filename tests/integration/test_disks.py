@@ -5,22 +5,31 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import mx
+from mx import config
+from mx.api.verifying import verify_folder
+from mx.errors import MxError
 from tests.support.commands import Run, commands, environment, start_coordinator
 from tests.support.daemon import ROOT
 from tests.support.disks import other_disk
 from tests.support.folders import tree
+from tests.support.outcomes import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -134,9 +143,63 @@ def test_what_a_killed_pull_left_without_flock(run: Run, model: Path, tmp_path: 
     assert os.listdir(out.parent) == ["out"]
 
 
-@pytest.mark.skipif(
+_needs_fuse = pytest.mark.skipif(
     shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"), reason="there is no FUSE"
 )
+
+
+@contextmanager
+def file_system(folder: Path) -> Iterator[tuple[Path, Path, subprocess.Popen[bytes]]]:
+    """A file system that a process serves: what is behind it, where it is mounted, the process."""
+    behind, mounted = folder / "behind", folder / "mounted"
+    behind.mkdir(parents=True)
+    mounted.mkdir()
+    with subprocess.Popen(["bindfs", "-f", str(behind), str(mounted)]) as process:
+        try:
+            until(lambda: os.path.ismount(mounted), "its mount")
+            yield behind, mounted, process
+        finally:
+            process.kill()
+            subprocess.run(["fusermount", "-u", "-z", str(mounted)], check=True)
+
+
+@_needs_fuse
+@pytest.mark.parametrize("what", ["load", "serve", "verify", "out", "freeze"])
+def test_a_file_system_that_goes_away(
+    what: str, coordinator: str, large_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The error says which file, though to close it and to remove what was written fail as well."""
+    dice = random.Random(what)
+    asked: dict[str, Any] = {"coordinator": coordinator}
+    failed = 0
+    with ExitStack() as exits:
+        if what in ("out", "freeze"):
+            settings = config.given(config.load(), max_bandwidth="800MB/s")
+            source = mx.serve(large_checkpoint, model="far", settings=settings, **asked)
+            exits.enter_context(source)
+        for number in range(6):
+            with file_system(tmp_path / str(number)) as (behind, mounted, process):
+                if what not in ("out", "freeze"):
+                    os.link(large_checkpoint, behind / "model.safetensors")
+                ways: dict[str, Callable[[], Any]] = {
+                    "load": lambda: mx.load("near", path=mounted),
+                    "serve": lambda: mx.serve(mounted, model="near", **asked).close(),
+                    "verify": lambda: verify_folder(mounted, "00" * 32),
+                    "out": lambda: mx.pull("far", out=mounted / "out", **asked).wait(),
+                    "freeze": lambda: mx.freeze("far", mounted / "frozen", **asked),
+                }
+                timer = threading.Timer(dice.uniform(0.02, 0.4), process.kill)
+                timer.start()
+                try:
+                    ways[what]()
+                except MxError as error:
+                    failed += process.poll() is not None
+                    assert str(mounted) in str(error) or "00000000" in str(error)
+                timer.join()
+    assert failed
+
+
+@_needs_fuse
 def test_fuse(coordinator: str, model: Path, tmp_path: Path) -> None:
     behind, mounted = tmp_path / "behind", tmp_path / "mounted"
     behind.mkdir()

@@ -118,9 +118,9 @@ from mx.cuda.driver import load
 from mx.errors import LocalError
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Piece, Read
-from mx_transports.toolkit import dial, framing, slots
+from mx_transports.toolkit import dial, framing
 from mx_transports.toolkit.pieces import encode_request
-from mx_transports.ucx import UcxTransport, wire
+from mx_transports.ucx import UcxTransport, slots, wire
 from mx_transports.ucx.opening import _receive_info
 
 NBYTES, STALL_S = 5 * MIB + 7, 6.0

@@ -62,6 +62,7 @@ half = MIB // 2
 print(register(at, half, READ_ONLY), register(at + half, half, READ_ONLY))
 print(attempt("cuMemcpyHtoDAsync", g, at, half + 1, s))
 print(attempt("cuMemcpyHtoDAsync", g, at + half, half, s))
+call("cuStreamSynchronize", s)
 """,
     )
     assert lines == [" ", "INVALID_VALUE", ""]

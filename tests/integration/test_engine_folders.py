@@ -34,20 +34,20 @@ import mx
 from mx import config, namekey
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.choice import with_checkpoint
+from mx.engines.replica.folder_hash import identity_of, remember
 from mx.engines.replica.names import EligibleModels, meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import RankRun
+from mx.engines.replica.same_files import sources_of
 from mx.engines.replica.tensors import copy_into, slots_of
 from mx.errors import ConfigError, IntegrityError, MxError, NotAllowedError
 from mx.memory.arena import MemfdArena
 from mx.storage.disk_file import FileStamp, Stamp
-from mx.storage.folder_hash import identity_of, remember
 from mx.storage.folder_index import FolderIndex
 from mx.storage.load import load_opened
 from mx.storage.mounts import file_system_of, is_local
 from mx.storage.safetensors import open_checkpoint
-from mx.wire.same_files import sources_of
 from tests.support.daemon import daemon
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,3 +70,33 @@ def test_what_a_call_made_is_closed_if_its_caller_never_got_it(
         child.stderr[-2000:],
     )
     assert found["right"]
+
+
+_HANGS = """
+import threading, time, typer
+from mx.cli.outcome import run
+app = typer.Typer()
+
+@app.command()
+def hang():
+    thread = threading.Thread(target=time.sleep, args=(1000,))
+    thread.start()
+    print("hangs", flush=True)
+    thread.join()  # also in the end, where Python waits for all threads
+
+run(app, "hang", [])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_third_signal_ends_what_hangs(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", _HANGS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        for _ in range(20):  # a signal that comes just before a wait is handled with the next one
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+                break
+        assert process.returncode == 128 + number

@@ -16,17 +16,19 @@ import pytest
 import safetensors.numpy
 
 from mx.errors import CheckpointError, ConfigError
-from mx.kv import KvFiles, files, segments
+from mx.kv import KvFiles, files, freeze_blocks, segments
 from mx.kv import reader as kv_reader
 from tests.support.kv_blocks import (
     FORM,
     HEADS,
+    NAME,
     SLOTS,
     KvChild,
     Listing,
     Taking,
     key_file,
     kv_child,
+    names,
     other_form,
     tensors,
     until,
@@ -333,12 +335,22 @@ def test_a_forked_child_leaves_files_alone(child: KvChild, key: Path, folder: Pa
 
 def test_files_of_a_snapshot_hold_the_newest(key: Path, folder: Path) -> None:
     with Listing(key) as own:
-        own.pool.slot_of(own.names[3])
-        assert files.freeze_blocks(own.pool, folder, 5 * BLOCK, own.settings) == 5
+        assert freeze_blocks(NAME, folder, 5 * BLOCK, settings=own.settings) == 5
         with Taking(key, files=[folder]) as other:
-            assert other.fetch_one(own.names[3]) == set()
-            assert other.fetch_one(own.names[19]) == set()
-            assert other.fetch_one(own.names[0]) == {own.names[0]}
+            assert other.reader.found(own.names) == 5  # a prompt's beginning
+            assert other.fetch(5) == []
+
+
+def test_what_is_not_of_use_makes_room_and_ends_of_prompts_first(key: Path) -> None:
+    with Listing(key, count=12) as own:
+        other = names(own.settings, 8, first=7)
+        slots = own.pool.take(len(other))
+        for block, slot, after in zip(other, slots, [b"", *other[:-1]], strict=True):
+            own.pool.publish(block, slot, after=after)
+        own.pool.used([own.names[5]])  # a prompt that begins as the first one does
+        assert own.pool.counts()["free"] == 12
+        own.pool.give_back(own.pool.take(12))  # and as many are made free for the next time
+        assert own.pool.newest() == [*own.names[:6], *other[:2]]
 
 
 def test_the_header_has_one_size() -> None:

@@ -39,7 +39,7 @@ _HOLD = """
     sys.stdin.readline()
 """
 _END = """
-assert signal.getsignal(signal.SIGUSR1) is before
+assert signal.getsignal(signal.SIGUSR1) is before and signal.set_wakeup_fd(-1) == -1
 assert not [each.name for each in threading.enumerate() if "freeze" in each.name]
 """
 _STATE = (
@@ -123,6 +123,36 @@ def test_a_state_dict_is_frozen_and_the_process_goes_on(tmp_path: Path) -> None:
         assert thawed.pulls["checkpoint"].state_dict().keys() == {
             f"model.layers.{n}.w" for n in range(4)
         }
+
+
+_DEAF = (
+    _BEGIN
+    + """
+from socket import socketpair
+loops, woken = socketpair()
+woken.setblocking(False)
+with mx.freeze_on_signal(state, folder, model="m", settings=settings):
+    if coordinator:  # an event loop of this process is woken by its own signals
+        signal.set_wakeup_fd(woken.fileno())
+    else:  # other threads get the signal, and this one's call goes on
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+"""
+    + _HOLD
+    + """
+if coordinator:
+    assert loops.recv(9)[0] == signal.SIGUSR1 and signal.set_wakeup_fd(-1) == woken.fileno()
+"""
+    + _END
+)
+
+
+@pytest.mark.parametrize("loop", ["", "an event loop"])
+def test_a_signal_is_heard_whatever_the_main_thread_does(tmp_path: Path, loop: str) -> None:
+    with held(_DEAF, tmp_path / "s", loop) as process:
+        process.signal()
+        process.until(lambda: "freeze.ended" in process.err)
+        said = process.end()
+    assert "freeze.busy" not in said and "freeze.failed" not in said
 
 
 _SLOWLY = (

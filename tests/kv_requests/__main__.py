@@ -115,17 +115,41 @@ class Replica:
 
     def update(self) -> None:
         """Give it the other weights."""
-        self.version = 1 - self.version
-        file = self._site.checkpoints[self.version] / "model.safetensors"
-        self.host.do("call", "write_weights", str(file), True)
-        self.host.do("forget")
+        self._write("call", "write_weights")
 
     def update_between(self, prompt: Prompt) -> None:
         """Give it the other weights in the middle of a request: what that generates is of both."""
-        self.version = 1 - self.version
-        file = self._site.checkpoints[self.version] / "model.safetensors"
-        self.host.do("complete_changing", list(prompt), "write_weights", [str(file), True])
+        self._write("complete_changing", list(prompt), "write_weights")
+
+    def _write(self, do: str, *arguments: Any) -> None:
+        version = 1 - self.version
+        given: list[Any] = [str(self._site.checkpoints[version] / "model.safetensors"), True]
+        try:
+            self.host.do(do, *arguments, *(given if do == "call" else [given]))
+        except EngineError as error:
+            if "Attempted to load weight" not in str(error):
+                raise
+            # On processors for which vLLM packs them no weights can be written.
+            self.count()
+            self.kill()
+            self.start()
+            self.counts["starts in place of an update"] += 1
+            return
+        self.version = version
         self.host.do("forget")
+
+
+def _generated(plain: Host, prompt: Prompt) -> list[list[int]]:
+    """Return what an engine without a connector generates, by how many blocks it has cached."""
+    found = []
+    for blocks in range((len(prompt) - 1) // BLOCK + 1):
+        plain.do("forget")
+        if blocks:
+            plain.do("complete", list(prompt[: blocks * BLOCK]), 1)
+        made = plain.do("complete", list(prompt), TOKENS)
+        assert made["cached"] == blocks * BLOCK, made
+        found.append(made["tokens"])
+    return found
 
 
 class Site:
@@ -135,20 +159,17 @@ class Site:
         self.coordinator, self.folder = coordinator, folder
         self.prompts = prompts(dice)
         self.checkpoints = [write_checkpoint(folder / f"v{seed}", seed=seed) for seed in (1, 2)]
-        self._wanted: list[dict[Prompt, list[int]]] = []
+        #: By version: what is generated with each number of blocks in the engine's own cache. (On
+        #: some processors vLLM rounds otherwise then.)
+        self._wanted: list[dict[Prompt, list[list[int]]]] = []
         for checkpoint in self.checkpoints:
             with host(coordinator, folder / "plain.log") as plain:
                 plain.do("start", str(checkpoint), load_format="auto", **_plain())
-                self._wanted.append(
-                    {
-                        each: plain.do("complete", list(each), TOKENS)["tokens"]
-                        for each in self.prompts
-                    }
-                )
+                self._wanted.append({each: _generated(plain, each) for each in self.prompts})
 
     def check(self, replica: Replica, prompt: Prompt, made: dict[str, Any]) -> None:
         wanted = self._wanted[replica.version][prompt]
-        if made["tokens"] != wanted:
+        if made["tokens"] not in wanted:
             raise Broken(
                 f"replica {replica.number} of version {replica.version}: {made}, and not {wanted}"
             )
@@ -156,7 +177,7 @@ class Site:
     def version_of(self, prompt: Prompt, made: dict[str, Any]) -> int:
         """Return which weights have generated this."""
         for version, wanted in enumerate(self._wanted):
-            if made["tokens"] == wanted[prompt]:
+            if made["tokens"] in wanted[prompt]:
                 return version
         raise Broken(f"neither weights generate {made}")
 
@@ -239,7 +260,7 @@ def play(requests: int, seed: int, folder: Path) -> str:
                     done["started again"] += 1
                 if dice.random() < 0.3:  # else its own cache would have all of it soon
                     one.host.do("forget")
-                if number % 50 == 49:
+                if number % 10 == 9:
                     done["blocks of several pools"] += check_blocks(found)
             check_blocks(found)
             for each in found:

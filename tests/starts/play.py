@@ -74,7 +74,7 @@ class Site:
             root: The folder.
             full: A folder in which nothing can be written; None if there is none.
         """
-        from mx.storage.folder_hash import identity_of
+        from mx.engines.replica.folder_hash import identity_of
 
         right, newer, other, bare = (root / each for each in ("right", "newer", "other", "bare"))
         for folder, seed in ((right, _RIGHT), (newer, _NEWER), (other, _OTHER)):

@@ -65,6 +65,19 @@ _IMPORTED = {
         "mx.engines.vllm.worker",
         "safetensors.torch",
     ),
+    # Of each major of CUDA, whose packages and libraries the environment names.
+    **dict.fromkeys(
+        ("cuda12", "cuda13"),
+        (
+            "mx.api.pulling",
+            "mx.api.serving",
+            "mx.memory.device",
+            "mx_transports.cuda_ipc",
+            "mx_transports.tcp",
+            "mx_transports.shm",
+            "tests.support.driver.arrays",
+        ),
+    ),
     "transformers": (
         "mx.api.pulling",
         "mx.api.serving",
@@ -117,14 +130,16 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Close standard input and read the others to their ends, as `Popen.communicate`."""
+    def communicate(self, given: str = "", timeout: float | None = None) -> tuple[Any, Any]:
+        """Write to standard input, close it, and read the others to their ends, as
+        `Popen.communicate`."""
         said: dict[str, Any] = {"stderr": None}
 
         def read(name: str, pipe: IO[Any]) -> None:
             said[name] = pipe.read()
 
         if self.stdin is not None:
+            self.stdin.write(given)
             self.stdin.close()
         pipes = [("stdout", self.stdout), *([("stderr", self.stderr)] if self.stderr else [])]
         readers = [threading.Thread(target=read, args=each) for each in pipes]
@@ -323,6 +338,8 @@ def main(descriptor: int, imported: str) -> None:
         importlib.import_module("typer._adapters")
     for module in _IMPORTED[imported]:
         importlib.import_module(module)
+    if imported.startswith("cuda"):
+        _read_triton()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     gc.collect()
     gc.freeze()  # so that no collection of a fork writes to it, and copies all
@@ -336,6 +353,13 @@ def main(descriptor: int, imported: str) -> None:
             from mx import cli
 
             getattr(cli, request["entry"])()
+
+
+def _read_triton() -> None:
+    """Import Triton, and have it hash its own files, which it does before it compiles anything."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("mx.cuda.blake3_kernel")
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _serve(control: socket.socket) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from benchmarks.roots import root_of
 from mx.core import manifest as manifests
-from mx.core.digest import block_digest, root_of, shortcut_digest
+from mx.core.digest import block_digest, shortcut_digest
 from mx.core.planner import SourcePath
 from mx.core.types import Manifest, Packaging
 from mx.errors import ClosedError, MxError

@@ -9,7 +9,7 @@ from tests.support.daemon import ROOT
 #: Packages of `mx`, and of `mx_transports`, that are not a part of the kernel.
 PACKS = (
     *("artifacts", "engines", "fleet", "graphs", "kv", "metrics", "operations", "redis_state"),
-    *("remote", "snapshots", "testing"),
+    *("remote", "snapshots", "testing", "trainers"),
 )
 TRANSPORT_PACKS = ("ucx",)
 

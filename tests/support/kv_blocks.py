@@ -108,8 +108,9 @@ class Listing:
         self.pool = kind.open(NAME, form, memory(self.cache, first), settings=given)
         self.names = names(given, count, *shared_with, form=form)
         self.slots = self.pool.take(count)
-        for block, slot in zip(self.names, self.slots, strict=True):
-            self.pool.publish(block, slot)
+        before = [b"", *self.names]
+        for block, slot, after in zip(self.names, self.slots, before, strict=False):
+            self.pool.publish(block, slot, after=after)
 
     @property
     def endpoint(self) -> str:

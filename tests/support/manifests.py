@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from mx.core.digest import BlockHasher, root_of
+from benchmarks.roots import root_of
+from mx.core.digest import BlockHasher
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.manifest import encode

@@ -16,8 +16,8 @@ from mx.core.local_ranks import index_of
 from mx.core.types import ManifestRef
 from mx.fetching.exchange import Exchange
 from mx.fetching.ring import Ring
+from mx.fleet.collapsing import _HugePageWork
 from mx.memory.arena import MemfdArena
-from mx.memory.huge import _HugePageWork
 from mx.storage.journal import Journal
 from mx.storage.staging import Staging
 from mx_transports.toolkit.local import _ControlPage

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
+from benchmarks.roots import root_of
 from mx.core.digest import (
     DIGEST_BYTES,
     PIN_CONTEXT,
@@ -20,7 +21,6 @@ from mx.core.digest import (
     block_digest,
     document_digest,
     pin_of,
-    root_of,
     shortcut_blocks,
     shortcut_digest,
     tensor_root,

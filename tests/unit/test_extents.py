@@ -32,14 +32,12 @@ def test_every_byte_of_scattered_memory_is_found(
         memory += bytes(rng.randint(0, 99))
         place_of[tensor.name] = len(memory)
         memory += random.Random(f"{seed} {tensor.name}").randbytes(tensor.nbytes)
-    extents = ExtentMap.of_rows(
-        layout,
-        [
-            TableRow(t.layer, t.offset, t.nbytes, 0, place_of[t.name])
-            for t in layout.tensors
-            if t.nbytes
-        ],
+    rows = (
+        TableRow(t.layer, t.offset, t.nbytes, 0, place_of[t.name])
+        for t in layout.tensors
+        if t.nbytes
     )
+    extents = ExtentMap.of_table(layout, AddressTable(b"", (), tuple(rows)))
     # As a reader gets it.
     layers = len(layout.layers)
     table = AddressTable(

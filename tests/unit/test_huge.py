@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
+from mx.fleet.collapsing import Collapser, collapse
 from mx.memory.arena import MemfdArena
-from mx.memory.huge import Collapser, HugePages, collapse
+from mx.memory.huge import HugePages
 from mx.storage.spans import ArenaWriter
 from mx.units import MIB
 

@@ -38,6 +38,7 @@ class World:
         self.taken: list[int] = []
         #: What each slot holds: changes whenever the engine writes it.
         self.content = [b"-" * DIGEST] * SLOTS
+        self.before: dict[bytes, bytes] = {}  # what was before each block when it was listed
         self.numbers = itertools.count(1)
         self.random = random.Random(seed)
 
@@ -69,7 +70,10 @@ class World:
     def publish(self) -> None:
         if self.taken:
             slot = self.taken.pop(self.random.randrange(len(self.taken)))
-            self.index.publish(self.block(), KvEntry(slot, self.content[slot]))
+            block, before = self.block(), self.random.choice([b"", self.block()])
+            if self.index.publish(block, KvEntry(slot, self.content[slot]), before):
+                self.before[block] = before
+                assert list(self.index.listed)[-1] == block
 
     def publish_again(self, _: Reading) -> None:
         for block, entry in list(self.index.listed.items())[:1]:
@@ -88,10 +92,14 @@ class World:
             self.index.withdraw(block)
 
     def use(self) -> None:
-        block = self.block()
+        block, others = self.block(), list(self.index.listed)
         self.index.used(block)
-        if block in self.index.listed:
-            assert list(self.index.listed)[-1] == block
+        prompt: list[bytes] = []
+        while block in others:  # also of blocks that come before each other
+            others.remove(block)
+            prompt.append(block)
+            block = self.before[block]
+        assert list(self.index.listed) == others + prompt  # its beginning is the last to go
 
     # -- readers
 

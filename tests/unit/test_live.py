@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.roots import root_of
 from mx.api.tensors import live_tensors
-from mx.core.digest import block_digest, root_of, shortcut_digest
+from mx.core.digest import block_digest, shortcut_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.types import Layout, ModelKey

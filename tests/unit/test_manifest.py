@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.roots import root_of
 from mx.core.canonical import write_json
-from mx.core.digest import document_digest, root_of
+from mx.core.digest import document_digest
 from mx.core.grid import MOST_CHUNK_BYTES, chunk_nbytes_of
 from mx.core.layout import (
     MAX_ARENA_BYTES,

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
+from benchmarks.roots import root_of
 from mx.buffers import address_of
-from mx.core.digest import root_of
 from mx.core.layout import TensorSpec, permuted_stride, plan_layout
 from mx.core.manifest import encode
 from mx.core.types import Alias, Manifest, Packaging, Tensor

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from benchmarks.roots import root_of
 from mx import buffers
-from mx.core.digest import block_digest, root_of, shortcut_digest
+from mx.core.digest import block_digest, shortcut_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import plan_layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mx.coordinator.callers import may_name
-from mx.core.allowed import AllowedHosts
 from mx.errors import ConfigError
+from mx.fleet.allowed import AllowedHosts
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from mx.core.digest import root_of
+from benchmarks.roots import root_of
 from mx.core.manifest import decode, encode, plan_layout
 from mx.core.packaging import bad_side_content, bad_side_path
 from mx.core.types import DTYPE_BITS

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.roots import root_of
 from mx.core.canonical import join_binary, read_json, split_binary, write_json
-from mx.core.digest import document_digest, root_of
+from mx.core.digest import document_digest
 from mx.core.layout import (
     MAX_ARENA_BYTES,
     TensorSpec,

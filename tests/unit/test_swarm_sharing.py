@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.roots import root_of
 from mx.core import manifest as manifests
-from mx.core.digest import block_digest, root_of
+from mx.core.digest import block_digest
 from mx.core.pages import Pages
 from mx.core.paths import Medium
 from mx.core.swarm.neighbours import REFUSALS
@@ -299,7 +300,9 @@ def test_a_host_is_closed_whatever_became_of_its_start(fails: bool, at_once: boo
         sharing = sharing_of(transfer, host)
         sharing.coordinate()
         coordinated = [sharing.coordinated]
-        await asyncio.sleep(0.01 if at_once else 0.1)
+        while not at_once and "started" not in host.steps:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # what follows from that
         coordinated.append(sharing.coordinated)
         assert coordinated == [True, at_once or not fails]
         await sharing.close()

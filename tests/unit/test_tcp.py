@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.digest import root_of
+from benchmarks.roots import root_of
 from mx.core.topology import Place
 from mx.errors import (
     ConfigError,

@@ -182,7 +182,7 @@ def test_public_functions_say_their_arguments_what_they_return_and_raise() -> No
 #: Those of all others are `nbytes` or `..._nbytes`.
 _SIZES = {
     *("budget_bytes", "bytes", "bytes_done", "bytes_total", "bytes_written", "done_bytes"),
-    *("element_bytes", "from_bytes", "held_bytes", "lingering_bytes", "moved_bytes"),
+    *("element_bytes", "from_bytes", "held_bytes", "kv_bytes", "lingering_bytes", "moved_bytes"),
     *("offset_bytes", "shared_bytes", "slot_bytes"),
 }
 

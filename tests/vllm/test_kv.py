@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 
 import mx
+from mx.snapshots.container import SNAPSHOT
 from tests.vllm.checkpoints import bare, write_checkpoint
-from tests.vllm.hosts import Host, host, lending, start, wait_for
+from tests.vllm.hosts import EngineError, Host, host, lending, start, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
@@ -59,11 +62,25 @@ def maker(coordinator: str, place: Path, checkpoint: Path) -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def made(maker: Host) -> dict[str, Any]:
+def computed(maker: Host) -> dict[str, Any]:
     """What the maker has computed of the prompt."""
     found: dict[str, Any] = maker.do("complete", _PROMPT)
     assert found["cached"] == 0
     assert maker.do("kv")["listed"] == 8  # two of what the start has generated
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(maker: Host, computed: dict[str, Any]) -> dict[str, Any]:
+    """The same, but for the blocks that it has in its own cache. (On some processors vLLM rounds
+    otherwise if it computes all at once.)"""
+    return from_its_cache(maker, _PROMPT, computed)
+
+
+def from_its_cache(where: Host, prompt: list[int], computed: dict[str, Any]) -> dict[str, Any]:
+    """Have an engine complete a prompt again, by the blocks that it has computed."""
+    found: dict[str, Any] = where.do("complete", prompt)
+    assert (found["cached"], found["tokens"]) == (6 * _BLOCK, computed["tokens"])
     return found
 
 
@@ -155,14 +172,16 @@ def test_requests_are_preempted(
         assert [engine.do("complete", each, 24)["tokens"] for each in prompts] == wanted
 
 
-def test_a_flipped_bit_is_computed_again(maker: Host, taker: Host, made: dict[str, Any]) -> None:
+def test_a_flipped_bit_is_computed_again(
+    maker: Host, taker: Host, computed: dict[str, Any]
+) -> None:
     assert taker.do("forget")
     found(taker, 6 * _BLOCK)
     before = loaded(taker)
     maker.do("spoil")
     assert taker.do("forget")
     took = taker.do("complete", _PROMPT)
-    assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+    assert (took["tokens"], took["logprobs"]) == (computed["tokens"], computed["logprobs"])
     counts = taker.do("kv")
     assert counts["failed"] == 6 and counts["loaded"] == before, counts
     until_s = time.monotonic() + 30
@@ -198,6 +217,34 @@ def test_other_weights_under_the_name_share_nothing(
 
 
 @pytest.mark.slow
+def test_blocks_of_eight_bits(coordinator: str, place: Path, checkpoint: Path) -> None:
+    """Their scales are of the checkpoint, whose identity is in the names."""
+    eight = {"kv_cache_dtype": "fp8_e4m3"}
+    with (
+        host(coordinator, place / "eight.log") as one,
+        host(coordinator, place / "takes.log") as two,
+    ):
+        try:
+            start(one, checkpoint, "eight", **options(), **eight)
+        except EngineError as error:
+            pytest.skip(f"vLLM has none on this processor: {error}")
+        lending(one)
+        computed = one.do("complete", _PROMPT)
+        made = from_its_cache(one, _PROMPT, computed)
+        start(two, bare(checkpoint), "eight", **options("kv_consumer", wait_s=30.0), **eight)
+        took = found(two, 6 * _BLOCK)
+        assert (took["tokens"], took["logprobs"]) == (made["tokens"], made["logprobs"])
+        assert loaded(two) == 6
+        # Of another dtype they are other blocks.
+        start(two, checkpoint, "eight", **options("kv_consumer"))
+        for _ in range(3):
+            assert two.do("complete", _PROMPT)["cached"] == 0
+            assert two.do("forget")
+        assert not loaded(two)
+        assert any("another form" in why for why in two.do("kv")["peers"].values())
+
+
+@pytest.mark.slow
 def test_ranks_take_what_ranks_have(coordinator: str, place: Path, checkpoint: Path) -> None:
     two_ranks: dict[str, Any] = {"tensor_parallel_size": 2}
     with mx.serve(checkpoint, model="plain", coordinator=coordinator) as source:
@@ -218,15 +265,30 @@ def test_ranks_take_what_ranks_have(coordinator: str, place: Path, checkpoint: P
         assert two.do("kv")["loaded"] == 6
 
 
+def kv_files(snapshot: Path) -> dict[str, list[int]]:
+    """Return the sizes of what a snapshot has of KV blocks, by folder."""
+    found: dict[str, list[int]] = {}
+    for each in (snapshot / "kv").glob("*/*"):
+        found.setdefault(each.parent.name, []).append(each.stat().st_size)
+    return found
+
+
 def test_blocks_outlive_their_engine(coordinator: str, place: Path, checkpoint: Path) -> None:
     prompt = [(11 * at + 5) % 250 for at in range(6 * _BLOCK + 4)]
-    files, snapshot = place / "blocks", place / "frozen"
+    files, snapshot, signalled = place / "blocks", place / "frozen", place / "signalled"
+    on = {"freeze_on": "SIGUSR1", "freeze_to": str(signalled), "freeze_kv": "1GiB"}
     with host(coordinator, place / "first.log") as engine:
-        start(engine, checkpoint, "filed", **options(files=str(files)))
-        made = engine.do("complete", prompt)
-        assert made["cached"] == 0
-        (frozen,) = engine.do("call", "mx_peer_freeze", str(snapshot), "1GiB")
-        assert frozen["kv_blocks"] == engine.do("kv")["listed"]
+        start(engine, checkpoint, "filed", extra=on, **options(files=str(files)))
+        computed = engine.do("complete", prompt)
+        assert computed["cached"] == 0
+        made = from_its_cache(engine, prompt, computed)
+        (frozen,) = engine.do("call", "mx_peer_freeze", str(place / "apart"), "1GiB")
+        assert frozen["kv_blocks"] == engine.do("kv")["listed"] > 0
+        how = {"source": "engine", "kv_bytes": "1GiB", "coordinator": coordinator}
+        assert mx.freeze("filed", snapshot, **how).kv_blocks == frozen["kv_blocks"]
+        os.kill(engine.process.pid, signal.SIGUSR1)
+        wait_for((signalled / SNAPSHOT).exists)
+        assert kv_files(signalled) == kv_files(place / "apart") == kv_files(snapshot)
         wait_for(lambda: list(files.glob("*/*.safetensors")))
         engine.kill()
     with host(coordinator, place / "second.log") as engine:

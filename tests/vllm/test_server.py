@@ -49,6 +49,8 @@ def _server(
     command += ["--host", "127.0.0.1", "--load-format", "mx-peer", "--enforce-eager"]
     command += ["--model-loader-extra-config", extra, "--skip-tokenizer-init"]
     command += ["--max-model-len", "64", "--served-model-name", "m"]
+    # On some processors with AMX vLLM's worker processes end by SIGILL as they compute in bfloat16.
+    command += ["--dtype", "float32"]
     environment = {**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (
         tempfile.TemporaryDirectory() as temporary,

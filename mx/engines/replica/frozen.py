@@ -37,7 +37,7 @@ def on_signal(freeze: Callable[..., Any], options: LoaderOptions) -> Any:
     """Have a signal freeze what a rank lends, if its options say so.
 
     Args:
-        freeze: Freezes it to a folder; it takes `wait`, as `mx.freeze` does.
+        freeze: Freezes it to a folder; it takes `wait` and `kv_bytes`, as `mx.freeze` does.
         options: The loader's.
 
     Returns:
@@ -49,7 +49,8 @@ def on_signal(freeze: Callable[..., Any], options: LoaderOptions) -> Any:
     if not (name := options.freeze_on):
         return None
     make, folder = reader("SignalFreezer", "signals"), options.freeze_to
-    return make(functools.partial(freeze, folder), folder, signal.Signals[name])
+    call = functools.partial(freeze, folder, kv_bytes=options.freeze_kv or 0)
+    return make(call, folder, signal.Signals[name])
 
 
 def look(

@@ -212,7 +212,7 @@ class Lender:
 
         Args:
             folder: The snapshot's, the same for all ranks.
-            how: Further arguments of `mx.freeze`.
+            how: Further arguments of `mx.freeze`, such as `kv_bytes`.
 
         Returns:
             Its report.

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from mx import config
 from mx.core.reference import ModelReference, parse_reference
+from mx.engines.replica.same_files import sources_of
 from mx.errors import ConfigError, MxError
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex
 from mx.storage.names import model_name_of
 from mx.storage.own_weights import OwnWeights, has_weights
 from mx.text import shown
-from mx.wire.same_files import sources_of
 
 
 @dataclass(frozen=True)

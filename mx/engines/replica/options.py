@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from mx import config
 from mx.errors import ConfigError
+from mx.units import parse_bytes
 
 #: What a replica may start from, besides a checkpoint. See docs/vllm.md.
 STATES = ("auto", "processed", "loaded", "checkpoint")
@@ -45,6 +46,8 @@ class LoaderOptions:
     #: The name of the signal at which what is lent is frozen, such as SIGUSR1, and the folder.
     freeze_on: str = ""
     freeze_to: str = ""
+    #: How many bytes of KV blocks each rank then writes, too, such as 2GiB; "" for none.
+    freeze_kv: str = ""
     #: The name of the only transport to use; "" for any.
     transport: str = ""
     #: Whether to use compile caches that signers named in the trust file (`trust`) have published.
@@ -90,6 +93,17 @@ class LoaderOptions:
                 f"`freeze_on={on}` and `freeze_to={to}` of the loader's extra configuration name "
                 "no signal and its folder",
                 hint="they are for example SIGUSR1 and /snapshots/llama-8b; or leave out both",
+            )
+        try:
+            kv_bytes = parse_bytes(str(options.get("freeze_kv") or 0))
+        except ValueError as error:
+            raise ConfigError(
+                f"`freeze_kv` of the loader's extra configuration: {error}"
+            ) from error
+        if kv_bytes and not on:
+            raise ConfigError(
+                "`freeze_kv` needs `freeze_on`: it is what a signal freezes, too",
+                hint="leave out `freeze_kv`, or name a signal",
             )
         if on and not options.get("lend", True):
             raise ConfigError(

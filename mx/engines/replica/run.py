@@ -20,6 +20,7 @@ from mx.engines.replica import choice as choices
 from mx.engines.replica import metrics
 from mx.engines.replica.attempts import Attempts
 from mx.engines.replica.choice import CHECKPOINT, Choice
+from mx.engines.replica.folder_hash import remember_in_background
 from mx.engines.replica.frozen import reader
 from mx.engines.replica.lender import Lender
 from mx.engines.replica.loading import RankLoading
@@ -41,7 +42,6 @@ from mx.engines.replica.tensors import (
 )
 from mx.errors import ConfigError, NotAllowedError
 from mx.log import event
-from mx.storage.folder_hash import remember_in_background
 from mx.storage.own_weights import stamps_in
 from mx.text import listed
 

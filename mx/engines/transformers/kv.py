@@ -9,9 +9,8 @@ caches.save(tokens, cache)
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,16 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from mx import config, namekey
 from mx.errors import ConfigError
-from mx.kv import BlockNames, KvFiles, KvKey, KvMemory, KvPool, KvReader, secret_of
+from mx.kv import (
+    BlockNames,
+    KvFiles,
+    KvKey,
+    KvMemory,
+    KvPool,
+    KvReader,
+    configuration_digest,
+    secret_of,
+)
 from mx.units import parse_bytes
 
 #: How many tokens a block has.
@@ -144,13 +152,14 @@ class KvCaches:
         whole = min(len(tokens), int(cache.get_seq_length())) // size
         names = self._names(tokens, salt)[:whole]
         new = [at for at, name in enumerate(names) if self._pool.slot_of(name) is None]
+        self._pool.used(names[-1:])
         slots = self._pool.take(len(new))
         for at, slot in zip(new, slots, strict=False):
             for layer, each in enumerate(layers):
                 here = slice(at * size, (at + 1) * size)
                 self._blocks[slot, layer, 0] = each.keys[0, :, here]
                 self._blocks[slot, layer, 1] = each.values[0, :, here]
-            self._list(names[at], slot)
+        self._list(names, dict(zip(new, slots, strict=False)))
         return len(slots)
 
     def load(self, tokens: Sequence[int], cache: Any, salt: str = "") -> int:
@@ -176,8 +185,9 @@ class KvCaches:
             if here is None:
                 break
             found.append(here)
-        rest = names[len(found) :]
-        found += self._fetched(rest[: self._reader.found(rest)])
+        at = len(found)
+        self._pool.used(names[at - 1 : at] if at else ())
+        found += self._fetched(names[: at + self._reader.found(names[at:])], at)
         if found:
             # Layers, keys or values, heads, tokens, elements.
             whole = torch.cat(found, dim=3).to(self._device)
@@ -197,26 +207,30 @@ class KvCaches:
         # Else it may have been written meanwhile.
         return copied if self._pool.slot_of(block) == slot else None
 
-    def _fetched(self, blocks: Sequence[bytes]) -> list[torch.Tensor]:
-        """Read blocks of others; return those up to the first that did not come."""
-        slots = self._pool.take(len(blocks))
-        wanted = list(zip(blocks, slots, strict=False))
-        fetch = self._reader.fetch(wanted)
+    def _fetched(self, names: Sequence[bytes], first: int) -> list[torch.Tensor]:
+        """Read a prompt's blocks from others, from this one on; return those up to the first that
+        did not come."""
+        wanted = dict(enumerate(self._pool.take(len(names) - first), first))
+        fetch = self._reader.fetch([(names[at], slot) for at, slot in wanted.items()])
         fetch.wait()
-        found: list[torch.Tensor] = []
-        for block, slot in wanted:
-            if block in fetch.failed:
-                self._pool.give_back([slot])
-                continue
-            if not fetch.failed.intersection(blocks[: len(found) + 1]):
-                found.append(self._blocks[slot].clone())
-            self._list(block, slot)
+        came = {at: slot for at, slot in wanted.items() if names[at] not in fetch.failed}
+        self._pool.give_back([slot for at, slot in wanted.items() if at not in came])
+        whole = itertools.takewhile(came.__contains__, wanted)
+        found = [self._blocks[came[at]].clone() for at in whole]
+        self._list(names, came)
         return found
 
-    def _list(self, block: bytes, slot: int) -> None:
-        self._pool.publish(block, slot)
+    def _list(self, names: Sequence[bytes], slots: Mapping[int, int]) -> None:
+        """List blocks of a prompt, by where they are in it, which are in these slots."""
+        self._pool.publish_all(
+            [
+                (names[at], slot, self._pool.memory.digests(slot), names[at - 1] if at else b"")
+                for at, slot in slots.items()
+            ]
+        )
         if self._files is not None:
-            self._files.keep(block)
+            for at in slots:
+                self._files.keep(names[at])
 
     def _layers_of(self, cache: Any) -> list[Any]:
         layers = list(cache.layers)
@@ -260,11 +274,11 @@ def form_of(model: Any) -> KvKey:
         raise ConfigError(f"layers with {', '.join(sorted(kinds))} have no KV blocks")
     heads = getattr(told, "num_key_value_heads", None) or told.num_attention_heads
     size = getattr(told, "head_dim", None) or told.hidden_size // told.num_attention_heads
-    unlike = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-    same = {name: value for name, value in model.config.to_dict().items() if name not in unlike}
-    text = json.dumps(same, sort_keys=True, default=str).encode()
-    more = {"configuration": hashlib.sha256(text).hexdigest(), "torch": torch.__version__}
-    more["attention"] = str(model.config._attn_implementation)
+    more = {
+        "configuration": configuration_digest(model.config.to_dict()),
+        "torch": torch.__version__,
+        "attention": str(model.config._attn_implementation),
+    }
     return KvKey(
         "transformers",
         transformers.__version__,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,10 +104,10 @@ class MxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._half.told()  # type: ignore[no-any-return]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        del forward_context, kwargs
+        del kwargs
         moves = self._get_connector_metadata()
         assert isinstance(moves, KvMoves)
-        self._half.start(moves)
+        self._half.start(moves, computes=forward_context.attn_metadata is not None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are computed once their blocks are there."""
@@ -116,7 +115,10 @@ class MxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are given once they are whole."""
+        """Copy this layer of the blocks that the step computes, while it computes others."""
+        moves = self._get_connector_metadata()
+        assert isinstance(moves, KvMoves)
+        self._half.save_layer(layer_name, moves)
 
     def wait_for_save(self) -> None:
         moves = self._get_connector_metadata()
@@ -129,10 +131,6 @@ class MxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._half.failed()  # type: ignore[no-any-return]
-
-    def freeze(self, folder: Path, budget_bytes: int) -> int:
-        """Write a worker's blocks of use last to a snapshot, as `KvWorker.freeze`."""
-        return self._half.freeze(folder, budget_bytes)  # type: ignore[no-any-return]
 
     def get_kv_connector_stats(self) -> KvCounts | None:
         counts = getattr(self._half, "counts", None)
@@ -170,6 +168,7 @@ class KvScheduler:
         self._reader: KvReader | None = None
         self._requests: dict[str, NamedRequest] = {}
         self._waiting_s: dict[str, float] = {}  # by request, until when it waits for its blocks
+        self._waits = False  # in this step one does
         self._loads: dict[str, list[tuple[bytes, int]]] = {}
         self._stale = False  # what the engine's own cache holds may be of earlier weights
         self._reset = False
@@ -259,6 +258,7 @@ class KvScheduler:
             now_s = time.monotonic()
             until_s = self._waiting_s.setdefault(request.request_id, now_s + self._options.wait_s)
             if now_s < until_s:
+                self._waits = True
                 return None
         return found * size
 
@@ -277,7 +277,8 @@ class KvScheduler:
         """Return what workers are to do in this step."""
         loads, self._loads = self._loads, {}
         reset, self._reset = self._reset, False
-        moves = KvMoves(dict(self._weights), loads, reset=reset)
+        waits, self._waits = self._waits, False
+        moves = KvMoves(dict(self._weights), loads, reset=reset, waiting=waits)
         if not (self._gives and self._identity and self._form is not None):
             return moves
         size, state = self._form.block_tokens, scheduled.kv_connector_block_state
@@ -293,7 +294,8 @@ class KvScheduler:
                     named.identity = b""
             names = self._named(named.request)[: named.computed(count) // size]
             for at in range(named.saved, len(names)):
-                moves.stores.append((names[at], blocks[0][at]))
+                before = names[at - 1] if at else b""
+                moves.stores.append((names[at], blocks[0][at], before))
             named.saved = max(named.saved, len(names))
         return moves
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
-from mx.kv import BlockNames, KvKey
+from mx.kv import BlockNames, KvKey, configuration_digest
 
 
 def form_of(vllm_config: Any, tensor: Any, layers: int, version: str) -> KvKey:
@@ -20,18 +19,11 @@ def form_of(vllm_config: Any, tensor: Any, layers: int, version: str) -> KvKey:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     _, heads, tokens, size = tensor.shape
-    # The same weights make other blocks where the model is configured otherwise.
-    configured = {
-        name: value
-        for name, value in model.hf_config.to_dict().items()
-        if name not in ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-    }
-    told = json.dumps(configured, sort_keys=True, default=str).encode()
     total = total_heads(vllm_config, heads)
     more = {
         "model dtype": str(model.dtype),
         "cache dtype": str(cache.cache_dtype),
-        "configuration": hashlib.sha256(told).hexdigest(),
+        "configuration": configuration_digest(model.hf_config.to_dict()),
     }
     order_text = ",".join(
         ["blocks", "heads", "tokens", "elements"][at] for at in memory_order(tensor)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from mx import config
 from mx.engines.replica.logs import logger_of
 from mx.engines.vllm.keys import engine_version
-from mx.engines.vllm.kv_names import form_of, memory_order, total_heads
+from mx.engines.vllm.kv_names import form_of, total_heads
+from mx.engines.vllm.kv_saves import KvSaver
 from mx.engines.vllm.worker import weights_of
 from mx.errors import ConfigError, MxError
-from mx.kv import KvFetch, KvFiles, KvKey, KvMemory, KvPool, KvReader, freeze_blocks
+from mx.kv import KvFetch, KvKey, KvMemory, KvReader
 from mx.log import event
-from mx.units import parse_bytes
 
 log = logger_of("vLLM")
 
@@ -35,6 +33,10 @@ KV_FOLDER = "kv"
 
 #: What a rank's pool, and a folder of files, may have, unless the options say otherwise.
 POOL_BYTES, FILES_BYTES = "1GiB", "8GiB"
+#: How long a rank waits to hear of blocks that the scheduler has heard of.
+HEAR_S = 0.25
+#: How long a step that computes nothing waits for blocks on their way.
+IDLE_S = 0.005
 #: How long a request that another replica has prefilled waits for its blocks.
 WAIT_S = 2.0
 
@@ -102,12 +104,27 @@ class RankWeights(KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata):  # t
 @dataclass
 class KvMoves(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells workers: blocks to read, by request, and to give, each with its
-    number in the engine's cache; by rank, the weights that their names are of."""
+    number in the engine's cache and what comes before it in its prompt; by rank, the weights that
+    their names are of."""
 
     weights: dict[int, tuple[str, str]]
     loads: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)
-    stores: list[tuple[bytes, int]] = field(default_factory=list)
+    stores: list[tuple[bytes, int, bytes]] = field(default_factory=list)
     reset: bool = False
+    #: Requests wait for blocks that are listed nowhere yet.
+    waiting: bool = False
+
+
+@dataclass
+class _Load:
+    """The blocks of one request that are to be read into those of the engine's cache, and what the
+    weights are. `fetch` is None until this rank's reader has heard of all blocks, as the
+    scheduler's has, or `until_s`."""
+
+    blocks: list[tuple[bytes, int]]
+    identity: str
+    until_s: float
+    fetch: KvFetch | None = None
 
 
 class KvWorker:
@@ -120,18 +137,16 @@ class KvWorker:
         self._rank = vllm_config.parallel_config.rank
         self._form: KvKey | None = None
         self._cache: list[torch.Tensor] = []
+        self._layers: dict[str, int] = {}  # by the engine's names
         self._memory: KvMemory
-        self._store: list[torch.Tensor] = []
         self._reader: KvReader | None = None
-        self._pool: KvPool | None = None
-        self._files: KvFiles | None = None
+        self._saver: KvSaver | None = None
+        self._saves: KvMoves | None = None  # what it has begun to save
         self._first: str | None = None  # what the weights were when `pin` was right
-        self._loading: dict[str, tuple[KvFetch, dict[bytes, int]]] = {}
+        self._loading: dict[str, _Load] = {}
         self._done: set[str] = set()
         self._bad: set[int] = set()
         self.counts: Counter[str] = Counter()
-        self._hashing: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
-        self._hasher: threading.Thread | None = None
 
     # -- what is held -----------------------------------------------------------------------------
 
@@ -147,37 +162,24 @@ class KvWorker:
         tp_rank = self._rank % self._config.parallel_config.tensor_parallel_size
         tp_size = self._config.parallel_config.tensor_parallel_size
         first = 0 if total == heads else tp_rank * total // tp_size
-        self._cache = tensors
+        self._cache, self._layers = tensors, {name: at for at, name in enumerate(caches)}
         self._form = form_of(self._config, tensors[0], len(tensors), engine_version())
         self._memory = KvMemory.of(tensors, 0, 1, first)
         try:
-            self._open(first, heads)
+            self._open()
         except MxError as error:
             self._form = None
             event(log, "kv.off", level=logging.WARNING, text=str(error))
 
-    def _open(self, first: int, heads: int) -> None:
+    def _open(self) -> None:
         assert self._form is not None
-        name, settings = self._name(), self._options.settings
+        name, options = self._name(), self._options
+        settings = options.settings
         if self._gives:
-            part = self._memory.rows[0].nbytes
-            layers = len(self._cache)
-            slots = int(parse_bytes(self._options.pool)) // (part * layers)
-            if slots < 1:
-                raise ConfigError(f"`pool` has no place for a KV block of {part * layers} bytes")
-            kept = torch.empty(slots, layers, part, dtype=torch.uint8)
-            self._store = [
-                self._in_order(kept[:, at], cache) for at, cache in enumerate(self._cache)
-            ]
-            memory = KvMemory.whole(kept, [part] * layers, first, heads)
-            self._pool = KvPool.open(name, self._form, memory, settings=settings)
-            if self._options.files:
-                budget_bytes = parse_bytes(self._options.files_bytes)
-                self._files = KvFiles(
-                    self._pool, self._options.files, budget_bytes, settings=settings
-                )
-            self._hasher = threading.Thread(target=self._hash, name="mx-kv-digests", daemon=True)
-            self._hasher.start()
+            made = KvSaver(name, self._form, self._cache, self._memory, options.pool, settings)
+            self._saver = made
+            if options.files:
+                made.write_files(options.files, options.files_bytes, settings)
         if self._takes:
             self._reader = KvReader.open(
                 name,
@@ -188,16 +190,6 @@ class KvWorker:
                 coordinator=settings.coordinator,
                 settings=settings,
             )
-
-    @staticmethod
-    def _in_order(kept: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        """Return the slots of the pool for one layer as tensors of the cache's shape, each element
-        where it is in the order of the cache's memory."""
-        order = memory_order(cache)
-        shape = [cache.shape[at] for at in order]
-        typed = kept.view(cache.dtype).view(kept.shape[0], *shape)
-        back = [order.index(at) + 1 for at in range(1, 4)]
-        return typed.permute(0, *back)
 
     def _name(self) -> str:
         name = self._options.model or weights_of(self._config)[0]
@@ -220,81 +212,95 @@ class KvWorker:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def start(self, moves: KvMoves) -> None:
-        """Begin to read what the scheduler wants."""
-        fits = moves.weights.get(self._rank, ("", ""))[1] == self._identity() != ""
+    def start(self, moves: KvMoves, *, computes: bool) -> None:
+        """Begin to read what the scheduler wants.
+
+        Args:
+            moves: What it wants.
+            computes: This step computes something.
+        """
+        identity = self._identity()
+        known = moves.weights.get(self._rank, ("", ""))[1] == identity != ""
         for request, blocks in moves.loads.items():
-            if self._reader is None or not fits:  # the weights have changed since
-                self._bad |= {number for _, number in blocks}
-                self._done.add(request)
-                self.counts["failed"] += len(blocks)
+            of = identity if known else "other"
+            self._loading[request] = _Load(blocks, of, time.monotonic() + HEAR_S)
+        self._fetch()
+        if not computes:
+            self._let_threads_run(moves)
+
+    def _fetch(self, until_s: float = 0.0) -> None:
+        """Begin to read what this rank's reader has heard of; wait so long to hear of it."""
+        for request, load in list(self._loading.items()):
+            if load.fetch is not None:
                 continue
-            self._loading[request] = self._reader.fetch(blocks), dict(blocks)
+            names = [name for name, _ in load.blocks]
+            if self._reader is None or load.identity != self._identity():  # they have changed since
+                self._end(request, names)
+                continue
+            wait_s = max(0.0, until_s - time.monotonic())
+            heard = self._reader.wait_for(names, wait_s) == len(names)
+            if heard or time.monotonic() >= load.until_s:
+                load.fetch = self._reader.fetch(load.blocks)
+
+    def _let_threads_run(self, moves: KvMoves) -> None:
+        """Wait a little for what is on its way. An engine that computes nothing takes one step
+        after the other, and each time one of mx's threads wants the interpreter it waits 5 ms."""
+        until_s = time.monotonic() + IDLE_S
+        self._fetch(until_s)
+        for load in self._loading.values():
+            if load.fetch is not None:
+                load.fetch.wait(max(0.0, until_s - time.monotonic()))
+        if moves.waiting and not self._loading:
+            time.sleep(IDLE_S / 5)
+
+    def save_layer(self, name: str, moves: KvMoves) -> None:
+        """Copy a layer, which is computed, of the blocks that this step computes."""
+        if self._saver is not None and name in self._layers:
+            self._begin_saving(self._saver, moves)
+            self._saver.copy(self._layers[name])
 
     def save(self, moves: KvMoves) -> None:
-        """Copy what this step has computed into the pool, and list it."""
-        if self._pool is None:
-            return
-        if moves.reset:
-            self._pool.clear()
-        if not moves.stores or moves.weights.get(self._rank, ("", ""))[1] != self._identity():
-            return
-        new = [each for each in moves.stores if self._pool.slot_of(each[0]) is None]
-        slots = self._pool.take(len(new))
-        self.counts["not stored"] += len(new) - len(slots)
-        if not slots:
-            return
-        there, here = torch.tensor([number for _, number in new[: len(slots)]]), torch.tensor(slots)
-        for kept, cache in zip(self._store, self._cache, strict=True):
-            kept[here] = cache[there]
-        for (block, _), slot in zip(new, slots, strict=False):
-            self._hashing.put((block, slot))
-        self.counts["stored"] += len(slots)
+        """List the blocks that this step has computed; copy what was not copied."""
+        if self._saver is not None:
+            self._begin_saving(self._saver, moves)
+            self._saves = None
+            if moves.weights.get(self._rank, ("", ""))[1] == self._identity():
+                self._saver.end()
+            else:
+                self._saver.drop()
 
-    def _hash(self) -> None:
-        """List blocks once they are hashed; on a thread of its own."""
-        while (item := self._hashing.get()) is not None:
-            try:
-                assert self._pool is not None
-                self._pool.publish(*item)
-                if self._files is not None:
-                    self._files.keep(item[0])
-            except MxError as error:
-                log.debug("a KV block is not listed: %s", error)
+    def _begin_saving(self, saver: KvSaver, moves: KvMoves) -> None:
+        if self._saves is moves:
+            return
+        self._saves = moves
+        if moves.reset:
+            saver.pool.clear()
+        fits = moves.weights.get(self._rank, ("", ""))[1] == self._identity()
+        saver.begin(moves.stores if fits else [], self.counts)
 
     def finished(self) -> set[str]:
         """Return the requests whose blocks are there, or failed."""
+        for request, load in list(self._loading.items()):
+            if load.fetch is not None and load.fetch.is_done:
+                self._end(request, load.fetch.failed)
         done, self._done = self._done, set()
-        for request, (fetch, numbers) in list(self._loading.items()):
-            if fetch.is_done:
-                del self._loading[request]
-                done.add(request)
-                self._bad |= {numbers[block] for block in fetch.failed}
-                self.counts["loaded"] += len(numbers) - len(fetch.failed)
-                self.counts["failed"] += len(fetch.failed)
         return done
+
+    def _end(self, request: str, failed: Collection[bytes]) -> None:
+        load = self._loading.pop(request)
+        self._done.add(request)
+        self._bad |= {number for block, number in load.blocks if block in failed}
+        self.counts["loaded"] += len(load.blocks) - len(failed)
+        self.counts["failed"] += len(failed)
 
     def failed(self) -> set[int]:
         """Return the blocks of the engine's cache that could not be filled."""
         bad, self._bad = self._bad, set()
         return bad
 
-    def freeze(self, folder: Path, budget_bytes: int) -> int:
-        """Write the blocks of use last to a snapshot, up to so many bytes; return how many. Raises
-        MxError."""
-        if self._pool is None:
-            raise ConfigError("this engine gives no KV blocks", hint="give it the role kv_both")
-        return freeze_blocks(self._pool, folder / KV_FOLDER, budget_bytes, self._options.settings)
-
     def close(self) -> None:
         """Close what this has opened. Idempotent."""
         if self._reader is not None:
             self._reader.close()
-        if self._hasher is not None:
-            self._hashing.put(None)
-            self._hasher.join()
-            self._hasher = None
-        if self._files is not None:
-            self._files.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._saver is not None:
+            self._saver.close()

@@ -233,7 +233,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
     def _fill(self, run: RankRun, model: Any) -> None:
         slots = slots_of(model, non_persistent=False)
         early = EarlyProcessing(slots, self._device)
-        run.fill(slots, early.arrived)
+        # What was taken from a snapshot is copied to be lent, once all of it is there.
+        is_copied = run.lends == LOADED and run.choice.snapshot
+        run.fill(slots, *([] if is_copied else [early.arrived]))
         self._processing.enter_context(early.once())
 
     def _feed_from(self, pull: mx.Pull, model: Any, model_config: Any) -> None:

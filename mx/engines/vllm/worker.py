@@ -7,13 +7,11 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from mx.engines.replica.lender import ASLEEP, DISCARDED
 from mx.engines.replica.loading import RankLoading
 from mx.errors import ConfigError, LocalError
-from mx.units import parse_bytes
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
@@ -143,26 +141,20 @@ def freeze(worker: Any, folder: str, kv_bytes: str = "") -> dict[str, object]:
     Args:
         worker: vLLM's worker.
         folder: The snapshot's, the same for all ranks.
-        kv_bytes: How much of KV blocks is written, too, such as "2GiB": those of use last that
-            `MxConnector` has in this worker's pool.
+        kv_bytes: How much of KV blocks is written, too, such as "2GiB": those of the prompts of use
+            last that `MxConnector` has in this worker's pool.
 
     Returns:
-        The fields of `mx.FreezeReport`; with `kv_bytes`, `kv_blocks`: how many of them there are.
+        The fields of `mx.FreezeReport`.
 
     Raises:
-        ConfigError: Nothing is lent.
+        ConfigError: Nothing is lent, or there is no such pool.
         MxError: As `mx.freeze`.
     """
     watched = _watched_of(worker)
     if watched is None or watched.loading.lender is None:
         raise ConfigError("this worker lends nothing", hint="load by `mx-peer`, with `lend`")
-    found = dict(vars(watched.loading.lender.freeze(folder)))
-    if kv_bytes:
-        freeze_blocks = getattr(_connector(), "freeze", None)
-        if freeze_blocks is None:
-            raise ConfigError("this engine has no KV blocks of mx", hint="give it `MxConnector`")
-        found["kv_blocks"] = freeze_blocks(Path(folder), parse_bytes(kv_bytes))
-    return found
+    return dict(vars(watched.loading.lender.freeze(folder, kv_bytes=kv_bytes or 0)))
 
 
 @contextlib.contextmanager

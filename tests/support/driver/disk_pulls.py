@@ -9,8 +9,9 @@ from typing import Any
 from tests.support.driver.logs import kept, parsed
 from tests.support.driver.programs import passes
 
-#: Pulls a pinned model from disk into a GPU and prints how: the report or the error, the layers as
-#: they were ready, how many bytes the processor read, and how many parts it hashed.
+#: Pulls a pinned model from disk into a GPU and prints how: the report or the error, the layers
+#: that were ready (reads in flight end in any order), how many bytes the processor read, and how
+#: many parts it hashed.
 _PULL = """
 import json
 import numpy as np
@@ -50,7 +51,7 @@ try:
 except MxError as error:
     said = {{"error": type(error).__name__, "exit": error.exit_code, "message": str(error)}}
     del error
-said |= {{"read": sum(read_nbytes), "hashed": len(hashed), "layers_ready": layers}}
+said |= {{"read": sum(read_nbytes), "hashed": len(hashed), "layers_ready": sorted(layers)}}
 print(json.dumps(said))
 {after}
 """

@@ -6,11 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
+from tests.support import forkserver
 from tests.support.driver.build import MAJORS, environment, why_not
 
 #: A program of several pulls takes some seconds, and many times as long on a machine that does
@@ -36,6 +36,8 @@ each_major = _majors(pytest.mark.long)
 #: The same for tests of whole pulls, far from the bindings: with the older ones they are for
 #: `make test-gpu-standin` alone.
 each_major_at_leisure = _majors(pytest.mark.slow)
+#: Leads a process group; one that has executed itself again does so already.
+_LEADS = "if os.getpgrp() != os.getpid(): os.setsid()\n"
 _PRELUDE = "import os, sys, threading, time\nfrom tests.support.driver.calling import *\n"
 
 
@@ -50,21 +52,36 @@ def finish(major: int, code: str, **settings: object) -> subprocess.CompletedPro
     Returns:
         How it ended.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PRELUDE + code],
-        env=environment(major, settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = _started(major, _PRELUDE + _LEADS + code, settings, errors=True)
     with process:
         try:
             out, err = process.communicate(timeout=_PATIENCE_S)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
+            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(["python"], process.returncode, out, err)
+
+
+def _started(
+    major: int, code: str, settings: Mapping[str, object], *, errors: bool
+) -> forkserver.Forked | subprocess.Popen[str]:
+    """Start a program as a fork of a process that has imported the bindings, and used none."""
+    env = environment(major, settings)
+    if "mx.graphs" in code:  # which starts its process again, for addresses that are the same
+        env["PYTHONHASHSEED"] = "random"  # as without: an interpreter of its own
+    return forkserver.python(code, env=env, imported=f"cuda{major}", errors=errors)
+
+
+def forked(majors: Iterable[int]) -> contextlib.ExitStack:
+    """Have programs over the stand-ins of these majors be forks; until the result is closed."""
+    servers = contextlib.ExitStack()
+    for major in majors:
+        if not why_not(major):
+            servers.enter_context(forkserver.running(environment(major), f"cuda{major}"))
+    return servers
 
 
 def passes(major: int, code: str, **settings: object) -> list[str]:
@@ -82,14 +99,14 @@ def passes(major: int, code: str, **settings: object) -> list[str]:
         AssertionError: It failed; the message is its stderr.
     """
     ended = finish(major, code, **settings)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, f"ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout.splitlines()
 
 
 class Program:
     """A program that answers: `ask` sends a line to its input and returns one of its output."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: forkserver.Forked | subprocess.Popen[str]) -> None:
         self.process = process
 
     def read(self) -> str:
@@ -118,13 +135,8 @@ def program(major: int, code: str, **settings: object) -> Iterator[Program]:
         code: The program.
         **settings: Settings of the stand-in.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-uc", _PRELUDE + code],
-        env=environment(major, settings),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    unbuffered = "sys.stdout.reconfigure(line_buffering=True)\n"
+    process = _started(major, _PRELUDE + unbuffered + code, settings, errors=False)
     with process:
         try:
             yield Program(process)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from itertools import starmap
 
 from mx.errors import LocalError
 from mx.transport import DeviceView, Piece, ScatteredView, Span, View, spans_of
@@ -29,20 +30,18 @@ def encode_request(head: struct.Struct, fields: tuple[int, ...], pieces: Iterabl
         LocalError: There are more pieces than a request holds.
     """
     merged: list[tuple[int, int, int]] = []
+    last, begin, end = -1, 0, -1  # the region and the place of the last one
     for piece in pieces:
-        nbytes = len(piece.view)
-        if merged:
-            region, offset, before = merged[-1]
-            if (region, offset + before) == (piece.region, piece.region_offset):
-                merged[-1] = (region, offset, before + nbytes)
-                continue
-        merged.append((piece.region, piece.region_offset, nbytes))
+        offset, nbytes = piece.region_offset, len(piece.view)
+        if offset == end and piece.region == last:
+            end += nbytes
+            merged[-1] = last, begin, end - begin
+        else:
+            last, begin, end = piece.region, offset, offset + nbytes
+            merged.append((last, offset, nbytes))
     if len(merged) > MAX_PIECES:
         raise LocalError(f"{len(merged)} pieces in one read are more than {MAX_PIECES}")
-    frame = bytearray(head.pack(*fields, len(merged)))
-    for each in merged:
-        frame += PIECE.pack(*each)
-    return bytes(frame)
+    return head.pack(*fields, len(merged)) + b"".join(starmap(PIECE.pack, merged))
 
 
 def find_piece(

@@ -75,7 +75,8 @@ def host_views(read: Read, step_nbytes: int) -> Iterator[tuple[list[memoryview],
     for piece in read.pieces:
         for view in map(host_view, located_spans(piece.view)):
             while view:
-                part, view = view[:left], view[left:]
+                # What fits is not cut: a read may be of thousands of small tensors.
+                part, view = (view, view[:0]) if len(view) <= left else (view[:left], view[left:])
                 views.append(part)
                 landed += len(part)
                 left -= len(part)

@@ -3,7 +3,7 @@
 What is enforced, and what is not. Opening is: without a standing grant's secret no reader
 gets an agent's metadata. The source's process is out of reach: the agents live in processes of
 their own. Its bytes are: these map sealed memfds, read-only, or the slots that a GPU's memory goes
-through (`mx_transports.toolkit.slots`). But UCX in software knows no grants: a
+through (`mx_transports.ucx.slots`). But UCX in software knows no grants: a
 process that has had the metadata, or guesses at it, can read the exposed regions for as long as
 that agent's process lives, and can end it. So it ends when a grant is withdrawn from a connected
 reader with no other there, some time after the last reader has left, and with the exposure; what
@@ -50,8 +50,8 @@ from mx_transports.ucx.wire import (
 )
 
 if TYPE_CHECKING:
-    from mx_transports.toolkit.slots import SlotSteps, StagingSlots
     from mx_transports.ucx.direct import DirectAgents
+    from mx_transports.ucx.slots import SlotSteps, StagingSlots
 
 #: How long an agent outlives its last reader, so that the next one does not wait for another.
 LINGER_S = 30.0
@@ -93,8 +93,8 @@ class UcxExposure(SocketExposure):
         options = replace(options, ports=range(0), at_peer=False, background=False)
         with contextlib.ExitStack() as undo:
             if any(devices_of(region.view) for region in regions):
-                from mx_transports.toolkit.slots import StagingSlots
                 from mx_transports.ucx.direct import DirectAgents
+                from mx_transports.ucx.slots import StagingSlots
 
                 self._slots = slots = StagingSlots(regions, options)
                 undo.callback(slots.close)
@@ -280,7 +280,7 @@ class UcxExposure(SocketExposure):
     def _turns(self, grant: GrantState) -> SlotSteps | None:
         if self._slots is None:
             return None
-        from mx_transports.toolkit.slots import SlotSteps
+        from mx_transports.ucx.slots import SlotSteps
 
         return SlotSteps(self._slots, grant, self.status)
 

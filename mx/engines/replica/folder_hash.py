@@ -27,7 +27,7 @@ _MAX_WAIT_S = 10.0
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from mx.storage.folder_hash import main
+from mx.engines.replica.folder_hash import main
 main()
 """
 
