@@ -37,6 +37,7 @@ BUILT_IN = {
     "ucx": "mx_transports.ucx:UcxTransport",
     "cuda_ipc": "mx_transports.cuda_ipc:CudaIpcTransport",
     "pcie_p2p": "mx_transports.pcie_p2p:PciePeerTransport",
+    "parts": "mx.trainers.transport:PartsTransport",
 }
 
 
@@ -139,15 +140,16 @@ class TransportContext:
 
 
 NO_CONTEXT = TransportContext()
+#: What transports of mx ask for.
+_ASKED = {"connect_timeout_s", "gpudirect", "insecure", "tls_ca", "tls_cert", "tls_crl", "tls_key"}
 
 
 def transport_context(settings: config.Settings) -> TransportContext:
     """Return what transports get of these settings, and what those of other distributions say of
     this process. One that fails to say it is not used, and says why."""
     others = dict(targets(GROUP, {})).keys() - BUILT_IN.keys()
-    if not others:
-        # Those of mx have no facts, and one setting.
-        return TransportContext(settings.value) if "gpudirect" in settings.origins else NO_CONTEXT
+    if not others:  # those of mx have no facts, and few settings
+        return TransportContext(settings.value) if _ASKED & settings.origins.keys() else NO_CONTEXT
     facts: tuple[Fact, ...] = ()
     broken: dict[str, Transport] = {}
     for pack in packs.packs().values():

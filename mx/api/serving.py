@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from mx import config, namekey, runtime
+from mx import config, namekey, packs, runtime
 from mx.api.common import (
     DEFAULT_REVISION,
     DEFAULT_VARIANT,
@@ -228,6 +229,9 @@ def serve(
 ) -> Source:
     """Load a model into memory, register it and let other processes read it.
 
+    Parameters that are DTensors, as FSDP2 makes them, are served as they are sharded, by all ranks,
+    with `copy=False`: docs/trainers.md.
+
     With `copy=False` a module's or a state dict's tensors are lent: other processes read them where
     they are, and nothing is copied. The source keeps their memory until it is closed. Write to them
     only inside `Source.changing`: mx can't see a write, and readers would get bytes whose digests
@@ -303,6 +307,12 @@ def serve(
         raise ConfigError(
             "a checkpoint's files travel with it", hint="leave out `files`, or serve tensors"
         )
+    if "torch.distributed.tensor" in sys.modules:
+        parted = packs.optional("mx.trainers.serving:served_parts")
+        common = (model, revision, variant, coordinator, embed, files, wait_s, settings, update)
+        how = {"copy": copy, "frozen": frozen}
+        if parted is not None and (part := parted(what, *common, cancelled, **how)) is not None:
+            return cast("Source", part)
     folder = None if files is None else Path(files)
     followed = resolved_folders(follow)
     key = _key_of(what, model, revision, variant)

@@ -37,6 +37,8 @@ from mx.views import ScatteredView, Span, View, Window
 
 if TYPE_CHECKING:
     from mx.core.grid import ChunkGrid
+    from mx.core.pages import Pages
+    from mx.core.types import Manifest
     from mx.cuda.digest_table import DigestTable
     from mx.memory.arena import Arena
     from mx.memory.device import LayerWindow
@@ -248,15 +250,66 @@ class _TensorLocations:
         self.base = None
 
 
-class LiveMemory:
+class LentMemory:
+    """Memory that its owner may change, and others read: tensors of this process (`LiveMemory`), or
+    what a pack knows where it is."""
+
+    memfd: int | None = None
+    #: Whether this process can look at it.
+    is_here = True
+    hasher: MakeHasher
+
+    @property
+    def view(self) -> ScatteredView | memoryview:
+        """It, as the arena of a layout."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> str:
+        """Where it is: "cpu" or "cuda:UUID"."""
+        raise NotImplementedError
+
+    @property
+    def address(self) -> int:
+        """The lowest address of its region."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its region."""
+        raise NotImplementedError
+
+    @property
+    def extents(self) -> ExtentMap:
+        """Where the layout's bytes are."""
+        raise NotImplementedError
+
+    def manifest_again(self, cancelled: Callable[[], bool]) -> tuple[Manifest, Pages]:
+        """Return what it holds after a change, where `is_here` is False. Blocks; once `cancelled`
+        returns True it raises ClosedError."""
+        raise NotImplementedError
+
+    def changed(self) -> str:
+        """Say what of it is not where it was: "" if all is."""
+        return ""
+
+    def rest(self) -> None:
+        """Free what hashing keeps, while none runs."""
+
+    def yield_claim(self) -> None:
+        """Let its owner have a pull write to it."""
+
+    def release(self) -> None:
+        """Let go of it. Idempotent."""
+
+
+class LiveMemory(LentMemory):
     """The memory of some tensors as the arena of a layout, with every tensor where it is.
 
     `view` is writable, in layer space; it, and every view of it, keeps the storages of its tensors.
     `extents` has a row for each tensor; `address` is that of their region: the lowest
     of any tensor. `arrays` are all tensors by name, those included that share others' memory.
     """
-
-    memfd: int | None = None
 
     def __init__(
         self,
@@ -308,7 +361,7 @@ class LiveMemory:
 
     @property
     def extents(self) -> ExtentMap:
-        """Where the layout's bytes are: a row for each tensor, in one region."""
+        """A row for each tensor, in one region."""
         return self._place.extents
 
     def digest_table(
