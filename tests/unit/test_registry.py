@@ -339,6 +339,17 @@ def test_a_name_alone_is_its_checkpoint_else_its_only_variant_else_an_error_that
     assert registry.resolve(f"llama@{pin}").model.variant == "rank-0"
 
 
+def test_a_name_alone_is_no_part_of_a_trainer() -> None:
+    registry = machine()
+    register_source(registry, 0, make_record(WEIGHTS["A"], variant="part=1/2"), ALICE)
+    for revision in ("", "main"):
+        with pytest.raises(UnknownModelError, match="part=1/2"):
+            registry.resolve("llama", revision)
+    assert registry.resolve("llama", variant="part=1/2").model.variant == "part=1/2"
+    register_source(registry, 0, make_record(WEIGHTS["C"]), ALICE)
+    assert registry.resolve("llama").model.variant == "checkpoint"
+
+
 def test_resolve_lists_origins_first_and_no_draining_sources() -> None:
     registry = machine()
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY, held=((0, 1),))

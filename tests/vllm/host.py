@@ -460,6 +460,36 @@ class Host:
         for kept in get_kv_transfer_group()._half._saver._kept:
             kept[:, 0, 0, 0] += 1
 
+    def transfer(self, method: str, *arguments: Any) -> None:
+        """Call one of the engine's methods of weight transfer, as vLLM's clients do."""
+        if method == "init_weight_transfer_engine":
+            arguments = ({"init_info": arguments[0]},)
+        elif method == "update_weights":
+            arguments = ({"update_info": arguments[0]},)
+        getattr(self.llm, method)(*arguments)
+        if method == "finish_weight_update":
+            self.llm.reset_prefix_cache()
+
+    def digests(self, *names: str) -> list[str]:
+        """Return digests of parameters that the first worker computes with."""
+        model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        return [digest(model.get_parameter(name)) for name in names]
+
+    def version(self) -> str:
+        """Return vLLM's name of the weights."""
+        return str(self.llm.get_weight_version())
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Return the logprob of each token of a prompt but the first."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (made,) = self.llm.generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
+        return [
+            float(each[token].logprob)
+            for token, each in zip(tokens[1:], made.prompt_logprobs[1:], strict=True)
+        ]
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of each worker."""
         return self.llm.collective_rpc(method, args=arguments)

@@ -7,6 +7,8 @@ import logging
 log = logging.getLogger(__name__)
 
 LOAD_FORMAT = "mx-peer"
+#: Of vLLM's weight transfer, which follows a trainer.
+BACKEND = "mx"
 
 
 def register() -> None:
@@ -16,6 +18,7 @@ def register() -> None:
 
         if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
             return
+        _register_weight_transfer()
         from mx.engines.replica import metrics
         from mx.engines.vllm.compiled import forget_places
         from mx.engines.vllm.files import fetch_before_configuration
@@ -31,3 +34,18 @@ def register() -> None:
             LOAD_FORMAT,
             error,
         )
+
+
+def _register_weight_transfer() -> None:
+    """Add the weight transfer backend `mx` to vLLM, for workers and for trainers. Idempotent."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    for factory, module, name in (
+        (WeightTransferEngineFactory, "weight_transfer", "MxWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "trainer", "MxTrainerWeightTransferEngine"),
+    ):
+        if BACKEND not in factory._registry:
+            factory.register_engine(BACKEND, f"mx.engines.vllm.{module}", name)

@@ -113,7 +113,9 @@ def status(worker: Any) -> dict[str, object]:
         `model`, `loads` (how often from which state, or by the ordinary loader), `refused` (how
         often another key, or none, was refused), `lending` (the state of lending), `revision`,
         `identity`, `source` (who served what was taken), and `why` if nothing is lent. With
-        `MxConnector`, `kv`: how many KV blocks were loaded, failed, stored, not stored.
+        `MxConnector`, `kv`: how many KV blocks were loaded, failed, stored, not stored. With the
+        weight transfer backend `mx`, `update`: the last one's revision, and how long it paused the
+        worker.
     """
     watched = _watched_of(worker)
     found: dict[str, object] = {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
@@ -121,8 +123,16 @@ def status(worker: Any) -> dict[str, object]:
         if watched.loading.lender is not None:
             watched.loading.lender.look(devices=True)  # on the worker's thread: it may use devices
         found = watched.loading.status()
-    counts = getattr(_connector(), "counts", None)
-    return found if counts is None else found | {"kv": dict(counts)}
+    if (counts := getattr(_connector(), "counts", None)) is not None:
+        found["kv"] = dict(counts)
+    if (update := getattr(_transfer_of(worker), "updated", None)) is not None:
+        found["update"] = dict(update)
+    return found
+
+
+def _transfer_of(worker: Any) -> Any:
+    """Return a worker's engine of weight transfer; None if it has none."""
+    return getattr(worker, "weight_transfer_engine", None)
 
 
 def _connector() -> Any:
@@ -201,7 +211,7 @@ def watch(loading: RankLoading, vllm_config: Any) -> None:
     _watched.append(_WatchedModel(loading, vllm_config))
     module, _, name = str(vllm_config.parallel_config.worker_cls).rpartition(".")
     worker = getattr(sys.modules.get(module), name, None)
-    if worker is None or STATUS_METHOD in vars(worker):
+    if worker is None or FREEZE_METHOD in vars(worker):
         return
     setattr(worker, STATUS_METHOD, status)
     setattr(worker, FREEZE_METHOD, freeze)
@@ -286,7 +296,9 @@ def _go_on(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
     try:
         return call()
     except BaseException:
-        watched.restore(_UPDATE, failed=True)
+        # mx's own backend says whether it has written anything.
+        failed = getattr(_transfer_of(watched.worker()), "has_written", True)
+        watched.restore(_UPDATE, failed=failed)
         raise
 
 
