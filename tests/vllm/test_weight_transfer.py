@@ -190,3 +190,24 @@ def test_replicas_that_come_and_go_follow_a_trainer(
     finally:
         for each in replicas:
             each.close()
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_two_ranks_take_their_slices(
+    coordinator: str, place: Path, engine: Host, relay: bool
+) -> None:
+    one, two = (write_checkpoint(place / f"slices-{relay}-{n}", seed=n) for n in (6, 7))
+    how: dict[str, Any] = {"load_format": "auto", "tensor_parallel_size": 2}
+    wanted = engine.do("start", str(two), **how)["generated"]
+    first = engine.do("start", str(one), weight_transfer_config=BACKEND, **how)["generated"]
+    name = f"slices-{relay}"
+    with mx.serve(load_file(two / "model.safetensors"), model=name, coordinator=coordinator) as it:
+        given = {"model": name, "coordinator": coordinator, "relay": relay}
+        engine.do("transfer", "init_weight_transfer_engine", given)
+        for number in range(3):
+            update(engine, it.model.revision)
+            assert engine.do("generate") == (first if number == 1 else wanted)
+            it.update(load_file((one, two)[number % 2] / "model.safetensors"))
+            if number == 1:
+                engine.do("call", "mx_peer_status")
+    engine.do("stop")
