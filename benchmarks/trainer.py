@@ -1,6 +1,7 @@
-"""Measures how a trainer's step reaches replicas: mx beside gathering and gloo's broadcast, as rows.
+"""Measures how a trainer's step reaches replicas: mx beside gather and gloo's broadcast, as rows.
 
-    python -m benchmarks.trainer [--rounds N] [--mb 64 1000] [--replicas 1 4] [--no-links]
+    python -m benchmarks.trainer [--rounds N] [--mb 64 1000] [--replicas 1 4]
+        [--links none]
 
 Two processes hold the weights sharded by rows, as FSDP2 does. A step of mx is: withdraw the shards,
 hash and list them, and pull them into the tensors of all replicas, verified. One of gloo is: gather
@@ -77,6 +78,7 @@ class _Rig:
 
     def mx(self) -> tuple[float, float]:
         """Make a step by mx. Returns the seconds of all of it, and of the transport."""
+        self._do(f"expect {self._version + 1}", self._replicas)
         began_s = time.perf_counter()
         self._do("enter", self._ranks)
         entered_s = time.perf_counter() - began_s
@@ -130,9 +132,7 @@ def rows(
                 yield from _measured(rig, mb, count, rounds, links=links)
 
 
-def _measured(
-    rig: _Rig, mb: int, count: int, rounds: int, *, links: bool
-) -> Iterator[harness.Row]:
+def _measured(rig: _Rig, mb: int, count: int, rounds: int, *, links: bool) -> Iterator[harness.Row]:
     moved: list[float] = []
 
     def mx() -> float:
@@ -149,7 +149,8 @@ def _measured(
     )
     yield harness.at_most(
         f"transport of {what} / gloo's with blake3", moved_s / hashed_s, "x", TRANSPORT_BAR,
-        f"{moved_s:.3f} s, listed after {rig.listed_s:.3f}, against {hashed_s:.3f}", samples, digits=2,
+        f"{moved_s:.3f} s, listed after {rig.listed_s:.3f}, against {hashed_s:.3f}", samples,
+        digits=2,
     )  # fmt: skip
     bar = LINKS_BAR if links and count > 1 else STEP_BAR
     row = (f"step of {what} / gather and gloo's broadcast", mx_s / gloo_s, "x")
@@ -165,10 +166,12 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--mb", type=int, nargs="+", default=[64, 1000])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--no-links", action="store_true")
+    parser.add_argument("--links", choices=["none", "also", "only"], default="also")
     given = parser.parse_args()
-    found = list(rows(given.mb, given.replicas, given.rounds, links=False))
-    if not given.no_links:
+    found: list[harness.Row] = []
+    if given.links != "only":
+        found += rows(given.mb, given.replicas, given.rounds, links=False)
+    if given.links != "none":
         if reason := unavailable():
             harness.say(f"links: skipped, {reason}")
         else:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from blake3 import blake3
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import mx
 from mx import config
+from mx.engines.replica.ahead import AheadPull
 
 RANKS = 2
 #: Rows of a matrix are so long.
@@ -33,7 +35,8 @@ def free_port(address: str) -> int:
 def shapes(mb: int) -> dict[str, tuple[int, int]]:
     """Return the names and shapes of bfloat16 matrices of so many MB, most of them of one layer's
     sizes."""
-    found, left = {}, mb * 10**6 // (2 * WIDTH) // RANKS * RANKS
+    found: dict[str, tuple[int, int]] = {}
+    left = mb * 10**6 // (2 * WIDTH) // RANKS * RANKS
     sizes = [4096, 1024, 256, 256, 1024, 2816, 2816]
     while left:
         rows = min(left, sizes[len(found) % len(sizes)])
@@ -48,18 +51,20 @@ class Follower:
     def __init__(self, about: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.about, self.shapes = about, shapes(about["mb"])
+        flags = {"insecure": True, "listen": f"{about['own']}:0"}
+        self.settings = config.load({} if about["own"] == LOOPBACK else flags)
         self.whole: dict[str, torch.Tensor] = {}
         self.group: Any = None
 
     def join(self, port: int, rank: int) -> None:
         """Join the group of the broadcast."""
         os.environ["GLOO_SOCKET_IFNAME"] = self.about["device"]
-        store = dist.TCPStore(
+        store = TCPStore(
             self.about["address"], port, self.about["replicas"] + 1, rank == 0,
             wait_for_workers=False,
         )  # fmt: skip
         self.group = dist.ProcessGroupGloo(
-            dist.PrefixStore("weights", store), rank, self.about["replicas"] + 1,
+            PrefixStore("weights", store), rank, self.about["replicas"] + 1,
             timedelta(seconds=120),
         )  # fmt: skip
 
@@ -82,7 +87,7 @@ class Follower:
 
     def _hash(self) -> None:
         for tensor in self.whole.values():
-            blake3(memoryview(tensor.view(torch.uint8).numpy()).cast("B")).digest()
+            blake3(tensor.view(torch.uint8).numpy().data).digest()
 
 
 class Rank(Follower):
@@ -119,12 +124,9 @@ class Rank(Follower):
             port = free_port(about["address"])
             print(port, flush=True)
             self.join(port, 0)
-        flags = {"insecure": True, "listen": f"{about['own']}:0"}
-        if about["own"] == LOOPBACK:
-            flags = {}
         self.source = mx.serve(
             tensors, model=about["name"], copy=False, coordinator=about["coordinator"],
-            settings=config.load(flags),
+            settings=self.settings,
         )  # fmt: skip
         self.change = contextlib.ExitStack()
 
@@ -160,15 +162,18 @@ class Replica(Follower):
             name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in self.shapes.items()
         }
         self.join(int(sys.stdin.readline()), about["rank"] + 1)
-        self.settings = config.load({} if about["own"] == LOOPBACK else {"insecure": True})
 
-    def move(self, version: str) -> None:
-        """Pull the revision of a version."""
-        with mx.pull(
-            self.about["name"], revision=f"main.{int(version) + 1}", into=self.whole, wait_s=60,
+    def expect(self, version: str) -> None:
+        """Wait for the revision of a version, as vLLM's workers do."""
+        self.ahead = AheadPull(
+            self.about["name"], f"main.{int(version) + 1}", into=self.whole, wait_s=60,
             coordinator=self.about["coordinator"], settings=self.settings,
-        ) as pull:  # fmt: skip
-            pull.wait()
+        )  # fmt: skip
+
+    def move(self, _: str) -> None:
+        """Wait until it is here."""
+        self.ahead.pull(60).wait()
+        self.ahead.close()
 
     def check(self, version: str) -> None:
         wanted = int(version) % 251

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -393,8 +394,9 @@ class CoordinatorServicer(ListingServicer):
                     if snapshot:
                         yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END)
                         snapshot = False
+                    sent_s = time.monotonic()
                     await watcher.woken.wait()
-                    await asyncio.sleep(INTERVAL_S)
+                    await asyncio.sleep(sent_s + INTERVAL_S - time.monotonic())
         raise ClosedError("the coordinator is shutting down")
 
     def _named(self, watcher: Watcher) -> list[pb.WatchEvent]:

@@ -61,7 +61,8 @@ class PartsTransport:
     def reach(self, here: Place, there: Place) -> Path | None:
         if not (here.device == there.device == "cpu" and (here.fact(NAME) or there.fact(NAME))):
             return None
-        same = bool(here.boot_id) and here.boot_id == there.boot_id
+        ours, theirs = ((each.boot_id, each.net_namespace) for each in (here, there))
+        same = bool(here.boot_id) and ours == theirs
         medium = Medium.MEMORY if same else Medium.NETWORK
         rate = _LOCAL_GB_PER_S if same else _NETWORK_GB_PER_S
         return Path(NAME, rate, detail="from all ranks of a trainer", medium=medium)

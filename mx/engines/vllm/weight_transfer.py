@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import mx
 from mx.core.revisions import is_main, main_revision, update_number
+from mx.engines.replica.ahead import AheadPull
 from mx.engines.vllm.installing import Installation
 from mx.engines.vllm.tracing import UntraceableError
 from mx.engines.vllm.worker import STATUS_METHOD, status
@@ -34,10 +35,6 @@ from mx.log import Event, event
 from mx.memory.tensors import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
-
-#: How long a worker waits ahead for the next revision. One that comes later it asks for when it is
-#: told to.
-_AHEAD_S = 24 * 3600.0
 
 
 @dataclass
@@ -72,33 +69,58 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class _Receiving:
-    """A pull of one revision, of what an installation wants of it."""
+    """A pull of one revision, of what an installation wants of it, once it is listed."""
 
-    def __init__(
-        self, info: MxInitInfo, revision: str, installation: Installation | None, *, wait_s: float
-    ) -> None:
+    def __init__(self, info: MxInitInfo, revision: str, installation: Installation | None) -> None:
         self.revision, self.installation = revision, installation
         part: dict[str, Any] = {}
         if installation is not None and installation.is_sliced and not info.relay:
             wanted = installation.wanted
             part["only"] = list(wanted)
             part["slices"] = {name: each for name, each in wanted.items() if each is not None}
-        self.is_part, self.is_ahead = bool(part), wait_s == _AHEAD_S
-        self.pull = mx.pull(
+        self.is_part = bool(part)
+        self._ahead = AheadPull(
             info.model,
-            revision=revision,
+            revision,
             coordinator=info.coordinator,
-            wait_s=wait_s,
+            wait_s=info.wait_s,
             hold=info.relay,
             **part,
         )
+
+    def pull(self, wait_s: float) -> mx.Pull:
+        """Return the pull, which is waited for.
+
+        Raises:
+            NoSourceError: The revision is not listed after `wait_s`.
+            MxError: The coordinator does not answer.
+        """
+        try:
+            return self._ahead.pull(wait_s)
+        except TimeoutError:
+            raise NoSourceError(
+                f"no source has {self.revision} (waited {wait_s:g} s)",
+                hint="list the revision before the update",
+            ) from None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without weights."""
+        try:
+            self._ahead.pull(0).wait(0)
+        except TimeoutError:
+            return False
+        except MxError:
+            return True
+        return False
 
     def fits(self, installation: Installation | None) -> bool:
         """Return True if it brings what an installation wants."""
         return not self.is_part or self.installation is installation
 
     def close(self) -> None:
-        self.pull.close()
+        """End the wait, or the pull."""
+        self._ahead.close()
 
 
 class MxWeightTransferEngine(
@@ -194,20 +216,21 @@ class MxWeightTransferEngine(
             receiving is None
             or receiving.revision != revision
             or not receiving.fits(installation)
-            or _has_failed(receiving.pull)
+            or receiving.has_failed
         ):
             self._end_receiving()
-            receiving = _Receiving(info, revision, installation, wait_s=info.wait_s)
+            receiving = _Receiving(info, revision, installation)
             self._receiving = receiving
-        forms = _forms(receiving, info.wait_s)
+        pull = receiving.pull(info.wait_s)
+        forms = _forms(pull)
         if installation is None or not installation.fits(forms):
             if receiving.is_part:  # the checkpoint has another form now
                 self._installations.pop(id(self.model), None)
                 return self._received(revision)
-            installation = self._installation(forms, receiving.pull)
-        _wait(receiving.pull, info.wait_s)
+            installation = self._installation(forms, pull)
+        pull.wait()
         self._end_relay()
-        tensors = {n: each.contiguous() for n, each in receiving.pull.state_dict().items()}
+        tensors = {n: each.contiguous() for n, each in pull.state_dict().items()}
         return installation, tensors
 
     def _installation(self, forms: Forms, pull: mx.Pull) -> Installation:
@@ -235,7 +258,7 @@ class MxWeightTransferEngine(
             held.close()
         if info.ahead and is_main(held.revision):
             later = main_revision(max(update_number(held.revision), 1) + 1)
-            self._receiving = _Receiving(info, later, installation, wait_s=_AHEAD_S)
+            self._receiving = _Receiving(info, later, installation)
 
     def _end_relay(self) -> None:
         relayed, self._relayed = self._relayed, None
@@ -268,48 +291,12 @@ class MxWeightTransferEngine(
         log.info(Event("engine.updated", self.updated))
 
 
-def _forms(receiving: _Receiving, wait_s: float) -> Forms:
+def _forms(pull: mx.Pull) -> Forms:
     """Return the types and shapes of the checkpoint's tensors, once they are known."""
-    try:
-        # What was begun for this update ends by itself.
-        layout = receiving.pull.wait_manifest(wait_s if receiving.is_ahead else None).layout
-    except TimeoutError:
-        text = f"no source has {receiving.revision} after {wait_s:g} s"
-        raise NoSourceError(text, hint="list the revision before the update") from None
+    layout = pull.wait_manifest().layout
     found = {each.name: (each.dtype, each.shape) for each in layout.tensors}
     found |= {each.name: (each.dtype, each.shape) for each in layout.aliases}
     return {name: (TORCH_DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in found.items()}
-
-
-def _wait(pull: mx.Pull, wait_s: float) -> None:
-    """Wait for the end of a pull, while bytes come.
-
-    Raises:
-        NoSourceError: None came for `wait_s`.
-        MxError: As `Pull.wait`.
-    """
-    nbytes, since_s = -1, time.monotonic()
-    while True:
-        try:
-            pull.wait(min(1.0, wait_s))
-            return
-        except TimeoutError:
-            now_s, done = time.monotonic(), pull.progress().bytes_done
-            if done != nbytes:
-                nbytes, since_s = done, now_s
-            elif now_s - since_s > wait_s:
-                raise NoSourceError(f"nothing has come for {wait_s:g} s") from None
-
-
-def _has_failed(pull: mx.Pull) -> bool:
-    """Return True if a pull has ended without its weights."""
-    try:
-        pull.wait(0)
-    except TimeoutError:
-        return False
-    except MxError:
-        return True
-    return False
 
 
 def _agree(error: Exception | None) -> None:
