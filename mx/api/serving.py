@@ -310,8 +310,7 @@ def serve(
     if "torch.distributed.tensor" in sys.modules:
         parted = packs.optional("mx.trainers.serving:served_parts")
         common = (model, revision, variant, coordinator, embed, files, wait_s, settings, update)
-        how = {"copy": copy, "frozen": frozen}
-        if parted is not None and (part := parted(what, *common, cancelled, **how)) is not None:
+        if part := parted and parted(what, *common, cancelled, copy, frozen):
             return cast("Source", part)
     folder = None if files is None else Path(files)
     followed = resolved_folders(follow)

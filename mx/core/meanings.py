@@ -14,7 +14,7 @@ from mx.core.name_state import NameState
 from mx.core.reference import check_pin
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
-from mx.core.variant import Difference, companion_path, is_part, nearest
+from mx.core.variant import Difference, companion_path, nearest
 from mx.errors import ConfigError, UnknownModelError
 
 #: The most names that an error's hint is made from: those like the wanted one, and any.
@@ -77,8 +77,9 @@ def meaning(
     else:
         listed = [b for b in in_revision if b.bound and (revision or is_main(b.key.revision))]
         found = [b for b in listed if b.key.variant == wanted]
-        # A trainer's parts are a model together, which comes later.
-        if whole := [b for b in listed if not (found or variant or is_part(b.key.variant))]:
+        # A trainer's parts (`part=1/4`) are a model together, which comes later.
+        whole = [b for b in listed if ",part=" not in f",{b.key.variant}"]
+        if not found and not variant and whole:
             wanted = _only_variant(name, whole)
             found = [b for b in listed if b.key.variant == wanted]
         if found and not revision:

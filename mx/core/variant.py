@@ -423,11 +423,6 @@ def membership(variant: str) -> Membership:
     return Membership(variant, 1)
 
 
-def is_part(variant: str) -> bool:
-    """Return True if a variant is what one rank of a trainer holds."""
-    return ",part=" in f",{variant}"
-
-
 @functools.lru_cache(maxsize=8192)
 def _membership(variant: str) -> Membership:
     try:

@@ -175,7 +175,6 @@ def served_parts(
     settings: config.Settings,
     update: bool,
     cancelled: Callable[[], bool],
-    *,
     copy: bool,
     frozen: bool,
 ) -> Source | None:
