@@ -192,7 +192,7 @@ def test_replicas_that_come_and_go_follow_a_trainer(
             each.close()
 
 
-@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("relay", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_take_their_slices(
     coordinator: str, place: Path, engine: Host, relay: bool
 ) -> None:

@@ -130,6 +130,7 @@ class MxWeightTransferEngine(
 
     init_info_cls = MxInitInfo
     update_info_cls = MxUpdateInfo
+    supports_draft_weight_update = False  # one name has one model's weights
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         """As vLLM's factory calls it."""
@@ -137,7 +138,7 @@ class MxWeightTransferEngine(
         self._info: MxInitInfo | None = None
         self._receiving: _Receiving | None = None
         self._relayed: _Receiving | None = None
-        self._installations: dict[int, Installation] = {}  # by id of the model: a draft has its own
+        self._installation: Installation | None = None  # once a checkpoint's form is known
         #: Whether the update that is under way has written to parameters.
         self.has_written = False
         #: Why the parameters are of two versions, or "".
@@ -210,7 +211,7 @@ class MxWeightTransferEngine(
             raise ConfigError("call init_weight_transfer_engine before an update")
         if not revision:
             raise ConfigError("an update has a revision", hint='give `revision`, such as "main.2"')
-        installation = self._installations.get(id(self.model))
+        installation = self._installation
         receiving = self._receiving
         if (
             receiving is None
@@ -225,27 +226,25 @@ class MxWeightTransferEngine(
         forms = _forms(pull)
         if installation is None or not installation.fits(forms):
             if receiving.is_part:  # the checkpoint has another form now
-                self._installations.pop(id(self.model), None)
+                self._installation = None
                 return self._received(revision)
-            installation = self._installation(forms, pull)
+            installation = self._installation = self._found(forms, pull)
         pull.wait()
         self._end_relay()
         tensors = {n: each.contiguous() for n, each in pull.state_dict().items()}
         return installation, tensors
 
-    def _installation(self, forms: Forms, pull: mx.Pull) -> Installation:
+    def _found(self, forms: Forms, pull: mx.Pull) -> Installation:
         empty = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, (dtype, shape) in forms.items()
         }
         try:
-            found = Installation(self.model, empty.items())
+            return Installation(self.model, empty.items())
         except UntraceableError as error:
             event(log, "engine.untraceable", level=logging.WARNING, text=str(error))
             pull.wait()
-            found = Installation(self.model, pull.state_dict().items())
-        self._installations[id(self.model)] = found
-        return found
+            return Installation(self.model, pull.state_dict().items())
 
     def _look_ahead(self, installation: Installation) -> None:
         """Begin to receive the next revision, which is waited for."""
