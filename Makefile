@@ -9,7 +9,7 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup setup-gpu setup-vllm demo test test-gpu-standin test-long test-models test-pythons \
-  test-transformers test-vllm test-floors lock chaos starts kv-requests kills names disks \
+  test-transformers test-vllm test-floors lock chaos starts kv-requests kills names trainers disks \
   differential differential-gpu endurance lint proto proto-check folders bench clean
 
 PY := .venv/bin/python
@@ -54,6 +54,7 @@ help:
 	@echo "make kv-requests [REQUESTS=N]    vLLM replicas that take KV blocks from each other"
 	@echo "make starts [STARTS=N] [SEED=S]  engines that start and sleep in bad luck"
 	@echo "make kills KILLS=N [STATE=redis] kill coordinators, check every name; STATE=freezes: snapshots"
+	@echo "make trainers [ROUNDS=N] [SEED=S] random trainers and readers: each pull is one version"
 	@echo "make names [ROUNDS=N] [SEED=S]   random updates and losses: no name goes back"
 	@echo "make disks [ROUNDS=N]            pulls from random folders while disks fail (SEED=S)"
 	@echo "make differential [ROUNDS=N]     random steps, every byte compared (SEED=S)"
@@ -169,6 +170,9 @@ test-models: $(READY)
 names: $(READY)
 	$(PY) -m tests.names.virtual --seed $(or $(SEED),1)
 	$(PY) -m tests.names --rounds $(or $(ROUNDS),500) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
+
+trainers: $(READY)
+	$(PY) -m tests.trainers --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),1) $(ARGS)
 
 kills: $(READY)
 	$(PY) -m tests.kills$(if $(filter freezes,$(STATE)),.freezes, $(or $(STATE),sqlite)) $(or $(KILLS),100) $(or $(SEED),0)

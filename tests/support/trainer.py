@@ -28,8 +28,8 @@ def free_port() -> int:
 class Ranks:
     """Such processes."""
 
-    def __init__(self, count: int, seed: int = 0) -> None:
-        code = "from tests.support.trainer import run_rank; run_rank()"
+    def __init__(self, count: int, seed: int = 0, kind: str = "tests.support.trainer:Rank") -> None:
+        code = f"from tests.support.trainer import run_rank; run_rank({kind!r})"
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "SEED": str(seed)}
         shared["MASTER_PORT"] = str(free_port())
         self.processes = [
@@ -91,14 +91,17 @@ def ranks(count: int, seed: int = 0) -> Iterator[Ranks]:
 # -- in these processes ----------------------------------------------------------------------------
 
 
-def run_rank() -> None:
-    """Be a rank: evaluate expressions, with what `Rank` has by its names."""
+def run_rank(kind: str) -> None:
+    """Be a rank: evaluate expressions, with an object of "module:class" as `rank`."""
+    from importlib import import_module
+
     import torch.distributed as dist
 
     from mx.errors import MxError
 
     dist.init_process_group("gloo")
-    rank = Rank()
+    module, _, name = kind.partition(":")
+    rank = getattr(import_module(module), name)()
     scope: dict[str, Any] = {"rank": rank, "number": dist.get_rank()}
     for line in sys.stdin:
         try:

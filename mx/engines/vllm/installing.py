@@ -14,7 +14,7 @@ import torch
 
 from mx.engines.replica.regions import Region, are_disjoint, box_of, slice_of, within
 from mx.engines.vllm.processed import on_cpu
-from mx.engines.vllm.tracing import Copy, tensors_of, trace
+from mx.engines.vllm.tracing import TracedCopy, tensors_of, trace
 from mx.errors import ConfigError
 from mx.text import listed
 
@@ -41,7 +41,7 @@ class Installation:
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self._model, self._trace = model, trace(model, tensors.items())
         self._parameters = tensors_of(model)
-        self._copies: dict[str, list[Copy]] = {}
+        self._copies: dict[str, list[TracedCopy]] = {}
         for copy in self._trace.copies:
             self._copies.setdefault(copy.parameter, []).append(copy)
         self._require_all()
@@ -169,7 +169,7 @@ class Installation:
         return found
 
     @cached_property
-    def _placed(self) -> list[Copy]:
+    def _placed(self) -> list[TracedCopy]:
         """The copies to modules that are written to where they are."""
         names = [name for module in self.written_in_place for name in self._names_in(module)]
         return [copy for name in names for copy in self._copies.get(name, ())]
@@ -231,7 +231,7 @@ class Installation:
                 for layer in _attention(self._model):
                     layer.process_weights_after_loading(model_config.dtype)
 
-    def _source(self, tensor: torch.Tensor, copy: Copy) -> torch.Tensor:
+    def _source(self, tensor: torch.Tensor, copy: TracedCopy) -> torch.Tensor:
         part = self.wanted[copy.tensor]
         if part is None or tuple(tensor.shape) == self.shapes[copy.tensor]:
             return _view(tensor, copy.source)

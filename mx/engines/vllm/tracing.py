@@ -26,7 +26,7 @@ class UntraceableError(LocalError):
     """`load_weights` does something that can't be done without the values, or writes elsewhere."""
 
 
-class Copy(NamedTuple):
+class TracedCopy(NamedTuple):
     """A region of a checkpoint's tensor that is copied to one of a parameter."""
 
     tensor: str
@@ -40,7 +40,7 @@ class Trace:
     """What became of a checkpoint's tensors. Parameters, and buffers, have their names in the
     model."""
 
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[TracedCopy] = field(default_factory=list)
     #: By parameter, what is set to one value.
     fills: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
     #: By parameter that is computed, the tensors that it is computed from.
@@ -67,7 +67,7 @@ def trace(model: torch.nn.Module, pairs: Pairs) -> Trace:
     found = Trace()
     with on_meta(model) as found.forms:
         sources = dict(pairs)
-        with _Recorder(found, sources), torch.no_grad():
+        with _CopyTracer(found, sources), torch.no_grad():
             try:
                 model.load_weights(iter(sources.items()))  # type: ignore[operator]
             except NotImplementedError as error:  # of meta tensors: they have no values
@@ -127,7 +127,7 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is done with the storages of checkpoint tensors and parameters."""
 
     def __init__(self, found: Trace, sources: dict[str, torch.Tensor]) -> None:
@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten.copy_.default and (
             source := self._sources.get(_key(others[0])) if others else None
         ):
-            self._found.copies += [Copy(source, _region(others[0]), name, _region(target))]
+            self._found.copies += [TracedCopy(source, _region(others[0]), name, _region(target))]
             if others[0].shape != target.shape:  # one element for many
                 self._compute(name, {source})
         elif not others and func.name().startswith(("aten::fill_", "aten::zero_")):
