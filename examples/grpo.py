@@ -64,6 +64,7 @@ class Replicas:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all("finish_weight_update", {"weight_version": weight_version})
+        self._all("reset_prefix_cache", {})  # its KV blocks are of the weights before
         self._all("resume", {})
 
     def complete(self, prompts: list[list[int]], number: int) -> list[list[int]]:

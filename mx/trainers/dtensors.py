@@ -73,6 +73,8 @@ def local_shards(what: Any) -> LocalShards:
         for piece in cut(name, begin, begin + flat.numel() * item, form.nbytes):
             low, high = ((each - begin) // item for each in piece[1:])
             found.pieces[piece.name] = flat[low:high]
+    if not found.pieces:
+        raise ConfigError("this rank holds no part of any tensor", hint="shard over fewer ranks")
     return found
 
 

@@ -38,8 +38,6 @@ class Fleet:
         self.lives += 1
         self.version += 1
         count, seed = self.rng.choice([1, 2, 3, 4]), self.rng.randrange(1 << 30)
-        if count == 1 and not any(p for _, _, p in drawn(seed, count).values()):
-            count = 2  # without a DTensor it is an ordinary model
         self.drawn = drawn(seed, count)
         self.ranks = Ranks(count, kind=KIND)
         said = self.ranks.ask(

@@ -470,6 +470,31 @@ class Host:
         if method == "finish_weight_update":
             self.llm.reset_prefix_cache()
 
+    def fail_once(self) -> None:
+        """Have vLLM fail while it processes the fourth module of the next update."""
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        process, calls = UnquantizedLinearMethod.process_weights_after_loading, [0]
+
+        def failing(method: Any, layer: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 4:
+                UnquantizedLinearMethod.process_weights_after_loading = process
+                raise RuntimeError("no memory for it")
+            process(method, layer)
+
+        UnquantizedLinearMethod.process_weights_after_loading = failing
+
+    def look_at_values(self) -> None:
+        """Have the model's `load_weights` look at what it loads, from now on."""
+        model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        load = model.load_weights
+
+        def looking(pairs: Any) -> Any:
+            return load((name, each) for name, each in pairs if each.float().sum().item() or 1)
+
+        model.load_weights = looking
+
     def digests(self, *names: str) -> list[str]:
         """Return digests of parameters that the first worker computes with."""
         model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()

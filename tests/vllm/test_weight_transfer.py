@@ -137,6 +137,35 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
     assert engine.do("generate") != first
 
 
+@pytest.mark.parametrize("state", ["auto", "processed"])
+def test_an_install_that_fails_half_way_is_mended_by_the_next(
+    engine: Host, coordinator: str, place: Path, state: str
+) -> None:
+    one, two = (write_checkpoint(place / f"torn-{state}-{n}", seed=n) for n in (8, 9))
+    how: dict[str, Any] = {"load_format": "auto"}
+    if state == "processed":
+        how = {"model_loader_extra_config": {"model": "torn", "state": state}}
+    wanted = engine.do("start", str(two), **how)["generated"]
+    first = engine.do("start", str(one), weight_transfer_config=BACKEND, **how)["generated"]
+    name = f"torn-{state}-policy"
+    with mx.serve(load_file(two / "model.safetensors"), model=name, coordinator=coordinator) as it:
+        given = {"model": name, "coordinator": coordinator}
+        engine.do("transfer", "init_weight_transfer_engine", given)
+        engine.do("fail_once")
+        with pytest.raises(EngineError, match="no memory for it"):
+            update(engine, it.model.revision)
+        for _ in range(2):
+            update(engine, it.model.revision)
+            assert engine.do("generate") == wanted
+            if state == "auto":
+                engine.do("look_at_values")
+                engine.do("transfer", "init_weight_transfer_engine", given)
+        it.update(load_file(one / "model.safetensors"))
+        update(engine, it.model.revision)
+        assert engine.do("generate") == first
+        assert ("engine.untraceable" in engine.said()) >= (state == "auto")
+
+
 @pytest.mark.parametrize(
     ("steps", "joins", "dies"),
     [(4, 2, 3), pytest.param(30, 10, 20, marks=pytest.mark.slow)],

@@ -13,7 +13,7 @@ import mx
 from mx import config, runtime
 from mx.api.common import client_of
 from mx.core.types import CHECKPOINT
-from mx.errors import MxError, UnknownModelError
+from mx.errors import UnknownModelError
 from mx.wire.client import CoordinatorClient
 from mx.wire.listing import WatchKind
 
@@ -66,8 +66,9 @@ class AheadPull:
             self._closed = True
         self._listed.cancel()
         self._thread.join()
-        with suppress(CancelledError, MxError):
-            self._pull.result().close()
+        with suppress(Exception, CancelledError):  # `pull` has raised it
+            pull = self._pull.result()
+            pull.close()
 
     def _run(self) -> None:
         try:
@@ -86,7 +87,7 @@ class AheadPull:
             self._pull.set_result(pull)
         except CancelledError:
             self._pull.cancel()
-        except Exception as error:  # noqa: BLE001 - `pull` raises it
+        except BaseException as error:  # noqa: BLE001 - `pull` raises it
             self._pull.set_exception(error)
 
     async def _wait(self) -> None:

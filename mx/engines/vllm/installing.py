@@ -6,7 +6,7 @@ where it is. Others go through vLLM's own reload, module by module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from mx.engines.replica.regions import Region, are_disjoint, box_of, slice_of, within
 from mx.engines.vllm.processed import on_cpu
 from mx.engines.vllm.tracing import TracedCopy, tensors_of, trace
-from mx.errors import ConfigError
+from mx.errors import ConfigError, LocalError
 from mx.text import listed
 
 Slice = tuple[int, int, int]
@@ -24,19 +24,27 @@ Slice = tuple[int, int, int]
 class Installation:
     """How one model takes the tensors of one checkpoint's form: found once, used at each update."""
 
-    def __init__(self, model: torch.nn.Module, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        by_values: bool = False,
+    ) -> None:
         """Find out. Nothing is written to the model.
 
         Args:
             model: vLLM's, with its weights.
-            pairs: The checkpoint's tensors by name, on the meta device or with their values.
+            tensors: The checkpoint's tensors by name, on the meta device.
+            by_values: They have their values, which `load_weights` looks at: all goes through
+                vLLM's reload, and this is for this update alone.
 
         Raises:
             ConfigError: Some parameters would not be written.
             UntraceableError: That takes the tensors' values.
             Exception: What the model's `load_weights` raises.
         """
-        tensors = dict(pairs)
+        self.by_values = by_values
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self._model, self._trace = model, trace(model, tensors.items())
@@ -65,7 +73,7 @@ class Installation:
 
         missing = []
         for name, form in self._trace.forms.items():
-            if not isinstance(form, torch.nn.Parameter) and not hasattr(form, "weight_loader"):
+            if not isinstance(form, torch.nn.Parameter):
                 continue  # a buffer, which checkpoints need not have
             if name in self._trace.computed or not form.numel():
                 continue
@@ -73,9 +81,10 @@ class Installation:
                 continue
             written = max(self._written_numel(each) for each in self._ties(name))
             module = self._module_of(name)
-            if written < get_tensor_load_numel(form) and not (
-                _is_computed(module) and any(map(self._written_numel, self._names_in(module)))
-            ):
+            if written == 0 and _is_computed(module):  # a scale, made of the module's weights
+                if not any(map(self._written_numel, self._names_in(module))):
+                    missing.append(name)
+            elif written < get_tensor_load_numel(form):
                 missing.append(name)
         if missing:
             raise ConfigError(
@@ -124,6 +133,7 @@ class Installation:
         loaded = [name for name in names if self._copies.get(name)]
         return (
             bool(loaded)
+            and not self.by_values
             and not _is_computed(module)
             and held == set(names)
             and all(map(self._is_copied, names))
@@ -162,7 +172,7 @@ class Installation:
     @cached_property
     def _reloading(self) -> set[str]:
         """The checkpoint's tensors that vLLM's reload is given."""
-        found = set(self._trace.used)
+        found = set(self.shapes if self.by_values else self._trace.used)
         for name in (name for module in self.reloaded for name in self._names_in(module)):
             found |= self._trace.computed.get(name, set())
             found |= {copy.tensor for copy in self._copies.get(name, ())}
@@ -230,6 +240,9 @@ class Installation:
             if not self.reloaded:  # else vLLM's reload has done it
                 for layer in _attention(self._model):
                     layer.process_weights_after_loading(model_config.dtype)
+            hook: Any = getattr(self._model, "process_weights_after_loading", None)
+            if hook is not None:  # as after loading
+                hook()
 
     def _source(self, tensor: torch.Tensor, copy: TracedCopy) -> torch.Tensor:
         part = self.wanted[copy.tensor]
@@ -254,7 +267,10 @@ class Installation:
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _place_kernel_tensors,
+            get_layerwise_info,
+        )
 
         modules = list(dict.fromkeys([*self.reloaded, *_attention(self._model)]))
         for module in modules:
@@ -267,12 +283,25 @@ class Installation:
                 # with what an update has not packed.
                 method.moe_kernel = None  # type: ignore[union-attr]
         some: Any = _Modules(modules)
-        with device:
-            initialize_layerwise_reload(some)
-            self._model.load_weights(  # type: ignore[operator]
-                (name, tensors[name]) for name in self.shapes if name in self._reloading
-            )
-            finalize_layerwise_reload(some, model_config)
+        try:
+            with device:
+                initialize_layerwise_reload(some)
+                self._model.load_weights(  # type: ignore[operator]
+                    (name, tensors[name]) for name in self.shapes if name in self._reloading
+                )
+                for module in self.reloaded:
+                    info = get_layerwise_info(module)
+                    if info.can_load() and not info.load_numel:
+                        lacks = next(iter(self._names_in(module)))
+                        raise LocalError(f"vLLM's reload has not taken {lacks}")
+                finalize_layerwise_reload(some, model_config)
+        except BaseException:
+            for module in modules:  # else the next reload goes on with what this one has taken
+                info = get_layerwise_info(module)
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(module, info)
+                info.reset()
+            raise
 
 
 class _Modules:

@@ -70,7 +70,8 @@ def trace(model: torch.nn.Module, pairs: Pairs) -> Trace:
         with _CopyTracer(found, sources), torch.no_grad():
             try:
                 model.load_weights(iter(sources.items()))  # type: ignore[operator]
-            except NotImplementedError as error:  # of meta tensors: they have no values
+            except (NotImplementedError, RuntimeError, TypeError) as error:
+                # Of meta tensors: they have no values. A wrong shape is told with values, too.
                 raise UntraceableError(f"load_weights needs the weights' values: {error}") from None
     return found
 
@@ -82,7 +83,10 @@ def on_meta(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
     What the block sets in modules is undone, too.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        get_layerwise_info,
+    )
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
     held = [(module, _state_of(module)) for module in model.modules()]
@@ -93,7 +97,12 @@ def on_meta(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 for name, tensor in tensors.items():  # those that vLLM leaves where they are
                     if tensor is not None and not tensor.is_meta:
                         tensors[name] = to_meta_tensor(tensor)
-        yield tensors_of(model)
+        found = tensors_of(model)
+        for tensor in found.values():  # a reload leaves loaders of its own, which load nothing now
+            loader: Any = getattr(tensor, "weight_loader", None)
+            if getattr(loader, "__name__", "") == "online_process_loader":
+                tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
+        yield found
     finally:
         for module, (attributes, members) in held:
             vars(module).clear()
@@ -134,6 +143,7 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
         self._sources = {_key(each): name for name, each in sources.items()}
+        self._dtypes = {name: each.dtype for name, each in sources.items()}
         self._targets = {_key(each): name for name, each in found.forms.items()}
         #: By storage that was made meanwhile, the tensors that it was computed from. The storages
         #: are kept, so that no other one gets their place.
@@ -177,13 +187,17 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source := self._sources.get(_key(others[0])) if others else None
         ):
             self._found.copies += [TracedCopy(source, _region(others[0]), name, _region(target))]
-            if others[0].shape != target.shape:  # one element for many
-                self._compute(name, {source})
+            dtypes = (others[0].dtype, target.dtype)
+            if others[0].shape != target.shape or dtypes != self._dtypes_of(source, name):
+                self._compute(name, {source})  # one element for many, or the bits as another type
         elif not others and func.name().startswith(("aten::fill_", "aten::zero_")):
             if target.numel():
                 self._found.fills[name].append(_region(target))
         elif target.numel():
             self._compute(name, self._origins(others))
+
+    def _dtypes_of(self, source: str, name: str) -> tuple[torch.dtype, torch.dtype]:
+        return self._dtypes[source], self._found.forms[name].dtype
 
     def _compute(self, name: str, origins: set[str]) -> None:
         self._found.computed[name] |= origins

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import mx
 from mx import config, runtime
 from mx.api.common import client_of
 from mx.core.pull_status import PullPhase
-from mx.errors import ConfigError, LocalError
+from mx.errors import ConfigError, LocalError, MxError
 
 #: How often the coordinator is asked which replicas have received a revision.
 _ASK_AGAIN_S = 0.02
@@ -102,15 +102,9 @@ class MxTrainerWeightTransferEngine(
             hint = "give `source`" if source is None else "give `model`"
             raise ConfigError("the backend mx serves a source by a name", hint=hint)
         made = cls(init_info, client=client, source=source, settings=config.load())
-        error: Exception | None = None
         try:
-            try:
-                made._serve()
-                if made.is_sender:
-                    made._introduce()
-            except Exception as caught:  # noqa: BLE001 - other ranks are told
-                error = caught
-            made._agree(error)
+            made._together(made._serve)
+            made._together(made._introduce if made.is_sender else lambda: None)
             made._withdraw()
         except BaseException:
             made.shutdown()
@@ -125,15 +119,9 @@ class MxTrainerWeightTransferEngine(
             MxError: As `mx.Source.changing`, or another rank has failed.
             Exception: What the client raises.
         """
-        error: Exception | None = None
         try:
-            self._list()
-            if self.is_sender:
-                self._send()
-        except Exception as caught:  # noqa: BLE001 - other ranks are told
-            error = caught
-        try:
-            self._agree(error)
+            self._together(self._list)
+            self._together(self._send if self.is_sender else lambda: None)
         finally:
             self._withdraw()
 
@@ -177,9 +165,15 @@ class MxTrainerWeightTransferEngine(
         """Return what the source yields, which all ranks ask for together."""
         assert self.source is not None
         found: dict[str, torch.Tensor] = {}
-        for name, tensor in self.source:
-            if self.is_sender:
-                found[name] = tensor.detach().cpu().clone()
+        error: Exception | None = None
+        for name, tensor in self.source:  # to its end, as the other ranks do
+            try:
+                if self.is_sender and error is None:
+                    found[name] = tensor.detach().cpu().clone()
+            except Exception as caught:  # noqa: BLE001 - raised below
+                error = caught
+        if error is not None:
+            raise error
         return found
 
     def _list(self) -> None:
@@ -213,9 +207,14 @@ class MxTrainerWeightTransferEngine(
         if self._info.ahead:
             self._wait_for_receivers(revision)
         began_s = time.monotonic()
-        self.client.start_weight_update()
-        with self._noting(revision):
-            self.client.update_weights({"revision": revision})
+        try:
+            self.client.start_weight_update()
+            with self._noting(revision):
+                self.client.update_weights({"revision": revision})
+        except BaseException:
+            with contextlib.suppress(Exception):  # those that wait for it take the next update
+                self.client.finish_weight_update()
+            raise
         self.client.finish_weight_update(weight_version=revision)
         self.pause_ms = (time.monotonic() - began_s) * 1e3
         self.revision = revision
@@ -261,18 +260,28 @@ class MxTrainerWeightTransferEngine(
             self._receivers = found
 
     async def _asked(self, revision: str) -> Receivers:
-        async with client_of(self._settings, self._info.coordinator) as client:
-            overview = await client.overview(self._info.model)
+        """Return who receives a revision; none where the coordinator does not say: it only helps
+        to know."""
+        try:
+            async with client_of(self._settings, self._info.coordinator) as client:
+                overview = await client.overview(self._info.model)
+        except MxError:
+            return {}
         return {
             (each.host, each.pid): each.phase
             for each in overview.pulls
             if each.model.revision == revision
         }
 
-    def _agree(self, error: Exception | None) -> None:
-        """Wait for all ranks, and raise on each if one has failed."""
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do something on each rank, wait for all of them, and raise on each if one has failed."""
         import torch.distributed as dist
 
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as caught:  # noqa: BLE001 - other ranks are told
+            error = caught
         if dist.is_initialized() and dist.get_world_size() > 1:
             said = None if error is None else f"{type(error).__name__}: {error}"
             texts: list[Any] = [None] * dist.get_world_size()

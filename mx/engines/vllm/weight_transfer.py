@@ -30,7 +30,7 @@ from mx.engines.replica.ahead import AheadPull
 from mx.engines.vllm.installing import Installation
 from mx.engines.vllm.tracing import UntraceableError
 from mx.engines.vllm.worker import STATUS_METHOD, status
-from mx.errors import ConfigError, LocalError, MxError, NoSourceError
+from mx.errors import ConfigError, LocalError, NoSourceError
 from mx.log import Event, event
 from mx.memory.tensors import TORCH_DTYPES
 
@@ -110,7 +110,7 @@ class _Receiving:
             self._ahead.pull(0).wait(0)
         except TimeoutError:
             return False
-        except MxError:
+        except Exception:  # noqa: BLE001 - another one is made, which says why
             return True
         return False
 
@@ -158,8 +158,13 @@ class MxWeightTransferEngine(
         """
         if not init_info.model:
             raise ConfigError("the backend mx needs the trainer's name", hint="give `model`")
+        if getattr(self.parallel_config, "enable_eplb", False):
+            raise ConfigError(
+                "experts move between ranks (EPLB), and an update would go where they were",
+                hint="leave out `enable_eplb`",
+            )
         self.shutdown()
-        self._info = init_info
+        self._info, self._installation = init_info, None
 
     def start_weight_update(self) -> None:
         """Do nothing: parameters stay as they are until all that is needed is here."""
@@ -187,7 +192,15 @@ class MxWeightTransferEngine(
             error = caught
         _agree(error)
         waited_s = time.monotonic() - began_s
-        self._install(update_info.revision, installation, tensors)
+        self.has_written, error = True, None
+        self.torn = f"an update to {update_info.revision} has failed half-way"
+        try:
+            with _uninterrupted():
+                installation.write(tensors, self.model_config, self.device)
+        except Exception as caught:  # noqa: BLE001 - other ranks are told
+            error = caught
+        _agree(error)
+        self.torn = ""
         pause_s = time.monotonic() - began_s
         self._note(update_info.revision, installation, waited_s, pause_s)
         tensors.clear()
@@ -224,7 +237,7 @@ class MxWeightTransferEngine(
             self._receiving = receiving
         pull = receiving.pull(info.wait_s)
         forms = _forms(pull)
-        if installation is None or not installation.fits(forms):
+        if installation is None or installation.by_values or not installation.fits(forms):
             if receiving.is_part:  # the checkpoint has another form now
                 self._installation = None
                 return self._received(revision)
@@ -240,11 +253,11 @@ class MxWeightTransferEngine(
             for name, (dtype, shape) in forms.items()
         }
         try:
-            return Installation(self.model, empty.items())
+            return Installation(self.model, empty)
         except UntraceableError as error:
             event(log, "engine.untraceable", level=logging.WARNING, text=str(error))
             pull.wait()
-            return Installation(self.model, pull.state_dict().items())
+            return Installation(self.model, pull.state_dict(), by_values=True)
 
     def _look_ahead(self, installation: Installation) -> None:
         """Begin to receive the next revision, which is waited for."""
@@ -263,17 +276,6 @@ class MxWeightTransferEngine(
         relayed, self._relayed = self._relayed, None
         if relayed is not None:
             relayed.close()
-
-    # -- installing
-
-    def _install(
-        self, revision: str, installation: Installation, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        self.has_written = True
-        self.torn = f"an update to {revision} has failed half-way"
-        with _uninterrupted():
-            installation.write(tensors, self.model_config, self.device)
-            self.torn = ""
 
     def _note(
         self, revision: str, installation: Installation, waited_s: float, pause_s: float
@@ -300,17 +302,18 @@ def _forms(pull: mx.Pull) -> Forms:
 
 def _agree(error: Exception | None) -> None:
     """Raise on each rank of an engine if one has an error."""
-    from vllm.distributed.parallel_state import get_world_group
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    group = get_world_group()
-    if group.world_size > 1:
-        texts: list[Any] = [None] * group.world_size
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        torch.distributed.all_gather_object(texts, said, group=group.cpu_group)
-        if error is None and (others := [each for each in texts if each is not None]):
-            raise LocalError(f"another rank has no weights to install ({others[0]})")
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    for group in (get_tp_group(), get_pp_group()):  # other data-parallel engines go their own way
+        if group.world_size > 1:
+            texts: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(texts, said, group=group.cpu_group)
+            said = next((each for each in texts if each is not None), None)
     if error is not None:
         raise error
+    if said is not None:
+        raise LocalError(f"another rank of this engine has failed ({said})")
 
 
 @contextlib.contextmanager

@@ -30,11 +30,14 @@ class _WatchedModel:
         self.blocks, self.failed = 0, False
         #: Returns the worker, which the last call was of.
         self.worker: Callable[[], Any] = lambda: None
+        #: Whether the weights may be others than were loaded.
+        self.changed = False
         #: Whether a sleep has discarded weights that nothing is lent of.
         self.discarded = False
 
     def withdraw(self, reason: str) -> None:
         """Serve the weights to no reader while `reason` lasts."""
+        self.changed |= reason not in (ASLEEP, DISCARDED)
         if self.loading.lender is not None:
             self.loading.lender.withdraw(reason)
 
@@ -98,7 +101,7 @@ def weights_of(vllm_config: Any) -> tuple[str, str | None]:
         return "", None
     loading = watched.loading
     if loading.lender is None:
-        return loading.name, loading.identity or None
+        return loading.name, "" if watched.changed else loading.identity or None
     source = loading.lender.source
     return loading.name, "" if source is None else source.identity_hex
 
@@ -283,6 +286,8 @@ def _wake_up(watched: _WatchedModel, call: Call, tags: list[str] | None = None, 
 
 
 def _begin_update(watched: _WatchedModel, call: Call, *_: Any, **__: Any) -> Any:
+    if getattr(watched.worker(), "_weight_update_active", False):
+        return call()  # vLLM refuses, and the other update goes on
     watched.withdraw(_UPDATE)
     return _go_on(watched, call)
 
