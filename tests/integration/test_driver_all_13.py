@@ -6,8 +6,10 @@ import pytest
 
 from tests.support.driver.suite import PARTS, run_part
 
-#: Of transports of which tests/integration has pulls over the stand-in, too.
-_AT_LEISURE = ["test_pcie_p2p.py", "test_tcp.py", "test_ucx.py"]
+#: The longest, of whose transports and memory tests/integration has pulls over the stand-in, too.
+_AT_LEISURE = [
+    f"test_{part}.py" for part in ("arena", "cuda_ipc", "pcie_p2p", "staged", "tcp", "ucx")
+]
 
 
 @pytest.mark.timeout(390)

@@ -98,6 +98,7 @@ def replica(environ: dict[str, str], **options: Any) -> tuple[dict[str, Any], st
     return found, ran.stderr
 
 
+@pytest.mark.slow  # tests/vllm has a compile cache that travels, too
 @pytest.mark.timeout(900)
 def test_what_one_process_compiled_another_uses(
     key: str, environ: dict[str, str], tmp_path: Path

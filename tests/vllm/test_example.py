@@ -25,6 +25,7 @@ def test_two_replicas_the_second_without_weights() -> None:
     assert "both replicas generate" in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_engine_that_starts_from_a_snapshot() -> None:
     found = subprocess.run(
@@ -40,6 +41,7 @@ def test_an_engine_that_starts_from_a_snapshot() -> None:
     assert "thawed from snapshot from " in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_prefills_and_another_decodes() -> None:
     found = subprocess.run(

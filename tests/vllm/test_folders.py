@@ -28,6 +28,7 @@ def ordinary(engine: Host, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_folders_of_one_name(engine: Host, coordinator: str, tmp_path: Path) -> None:
     """`x/final` is served; `y/final` has weights of its own, and starts with those."""
     for parent in ("x", "y"):
@@ -43,6 +44,7 @@ def test_two_folders_of_one_name(engine: Host, coordinator: str, tmp_path: Path)
         assert len(said) == 1 and "final@" in said[0], said
 
 
+@pytest.mark.slow
 def test_files_that_were_replaced_in_place(engine: Host, coordinator: str, tmp_path: Path) -> None:
     """One element is another, and size and time of change are as before: the folder's own weights
     are loaded. As long as the files are those that were served, the source's are."""

@@ -54,6 +54,7 @@ def test_processed_state_goes_from_gpu_to_gpu(
     assert "vLLM's ordinary loader takes over" in b.said()
 
 
+@pytest.mark.slow
 def test_tensors_of_the_models_module(
     hosts: tuple[Host, Host], coordinator: str, place: Path
 ) -> None:

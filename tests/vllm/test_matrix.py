@@ -68,6 +68,7 @@ def test_a_mixture_of_experts(hosts: tuple[Host, Host], coordinator: str, place:
     by_each_way(hosts, coordinator, folder, "mixture")
 
 
+@pytest.mark.slow
 def test_an_embedding_model_and_a_generating_one_of_one_name(
     hosts: tuple[Host, Host], coordinator: str, worded: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_an_embedding_model_and_a_generating_one_of_one_name(
     assert len(made["generated"]) == 64
 
 
+@pytest.mark.slow
 def test_a_multimodal_model(hosts: tuple[Host, Host], coordinator: str, place: Path) -> None:
     """One whose prompts may have no sound holds fewer tensors: its state is another."""
     a, b = hosts
@@ -99,6 +101,7 @@ def test_a_multimodal_model(hosts: tuple[Host, Host], coordinator: str, place: P
     assert deaf["generated"] == reference["generated"]
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_draft_model(
     hosts: tuple[Host, Host], coordinator: str, worded: Path, place: Path
 ) -> None:

@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
     assert engine.do("generate") != first
 
 
-@pytest.mark.parametrize("state", ["auto", "processed"])
+@pytest.mark.parametrize("state", ["auto", pytest.param("processed", marks=pytest.mark.slow)])
 def test_an_install_that_fails_half_way_is_mended_by_the_next(
     engine: Host, coordinator: str, place: Path, state: str
 ) -> None:
