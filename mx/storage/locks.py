@@ -206,8 +206,8 @@ def _write(folder: int, name: str, text: str) -> None:
     """Make a file. Raises FileExistsError."""
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
     try:
-        os.write(fd, text.encode())
-        os.close(fd)  # some file systems say only now that there is no room
+        with open(fd, "wb", buffering=0) as file:  # some say only at its end that there is no room
+            file.write(text.encode())
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder)
