@@ -88,9 +88,9 @@ class Fleet:
             return {"into": {n: torch.zeros_like(t) for n, t in self.expected(0, {}).items()}}
         return {}
 
-    def pull(self, how: dict[str, Any], versions: tuple[int, ...]) -> None:
+    def pull(self, how: dict[str, Any], versions: tuple[int, ...], wait_s: float = 5.0) -> None:
         """Pull, and compare with each version that it may be."""
-        with mx.pull(self.name, coordinator=self.coordinator, wait_s=5, **how) as pull:
+        with mx.pull(self.name, coordinator=self.coordinator, wait_s=wait_s, **how) as pull:
             pull.wait(60)
             got = pull.state_dict()
             for version in versions:
@@ -135,7 +135,7 @@ def _round(fleet: Fleet) -> None:
     how = fleet.how()
     fleet.outcomes[kind] += 1
     if kind == "pull":
-        fleet.pull(how, (fleet.version,))
+        fleet.pull(how, (fleet.version,), wait_s=30.0)  # on a busy machine ranks answer late
     elif kind == "step":
         said = fleet.step()
         assert all(str(each).startswith(fleet.name) for each in said), said
