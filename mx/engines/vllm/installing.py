@@ -205,14 +205,6 @@ class Installation:
         """Return True if this was found for tensors of these types and shapes."""
         return {n: (self.dtypes[n], self.shapes[n]) for n in self.shapes} == dict(forms)
 
-    def sliced_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what is wanted of a tensor."""
-        shape, part = self.shapes[name], self.wanted.get(name)
-        if part is None:
-            return shape
-        dim, begin, end = part
-        return (*shape[:dim], end - begin, *shape[dim + 1 :])
-
     # -- the update itself
 
     def write(
