@@ -345,14 +345,19 @@ def _process_in_place(module: Any) -> None:
         if tensor is not None
     }
     vars(module).pop("_already_called_process_weights_after_loading", None)
-    method.process_weights_after_loading(module)
-    if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()
+    try:
+        method.process_weights_after_loading(module)
+        if hasattr(module, "update_param_tp_status"):
+            module.update_param_tp_status()
+        for name, (_, memory) in held.items():
+            if (new := getattr(module, name)).data_ptr() != memory.data_ptr():
+                memory.copy_(new.data)
+    finally:  # also of one that failed: the next update writes there
+        _put_back(module, held)
+
+
+def _put_back(module: Any, held: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
     for name, (tensor, memory) in held.items():
-        new = getattr(module, name)
-        if new is tensor and new.data_ptr() == memory.data_ptr():
-            continue
-        memory.copy_(new.data)
         tensor.data = memory
         group = module._parameters if name in module._parameters else module._buffers
         group[name] = tensor
